@@ -1,0 +1,197 @@
+"""Requests in, tokens out: admission, chunked prefill, rounds over whatever is running, and memory given back at the end.
+
+A single request is a batch of one. Sequences join and leave between rounds (continuous batching).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import count
+
+from jetspec.budget.fixed import FixedBudget
+from jetspec.decode.round import Budget, Outcome, decode_round
+from jetspec.decode.stats import Stats
+from jetspec.draft.base import Drafter
+from jetspec.draft.stubs import Off
+from jetspec.errors import OptionError, PromptError
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
+from jetspec.target.plan import chunk
+from jetspec.target.target import Target
+from jetspec.tree import GROW
+
+PREFILL_ROWS = 256  # packed prompt tokens per prefill forward
+
+
+class Engine:
+    """Decodes any number of requests on one target.
+
+    Args:
+        drafter: None decodes plainly.
+        budget: drafted nodes per sequence and round (root excluded), or a policy.
+        grow: how trees are grown: "best-first", "beam" or "chain".
+        max_batch: sequences decoded at once; further ones wait.
+    Raises:
+        OptionError: a value is out of range; the message names the valid ones.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        budget: int | Budget = 16,
+        grow: str = "best-first",
+        max_batch: int = 64,
+    ) -> None:
+        if grow not in GROW:
+            raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
+        if max_batch < 1:
+            raise OptionError(f"max_batch must be at least 1, got {max_batch}")
+        self.target = target
+        self.drafter: Drafter = drafter if drafter is not None else Off()
+        self.budget: Budget = FixedBudget(budget) if isinstance(budget, int) else budget
+        self.grow = GROW[grow]
+        self.max_batch = max_batch
+        self.cache = target.new_cache()
+        self.stats = Stats()
+        self._ids = count()
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._running: list[Sequence] = []
+
+    def add(
+        self, prompt: Many[int], sampling: Sampling | None = None, limits: Limits | None = None
+    ) -> Sequence:
+        """Queue a request: prompt ids in, the sequence that `step` will advance out.
+
+        Raises:
+            PromptError: the prompt is empty, holds ids outside the vocabulary, or leaves no room in the context.
+        """
+        sampling = sampling if sampling is not None else Sampling()
+        limits = self._complete(limits if limits is not None else Limits())
+        self._check(prompt, limits)
+        sequence = Sequence(next(self._ids), list(prompt), sampling, limits, decode=self.target.tokenizer.decode)
+        self._waiting.append(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Stop a request and give its memory back. Finished and unknown sequences are left alone."""
+        sequence.abort()
+        self._release(sequence)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is waiting or running."""
+        return bool(self._waiting or self._prefilling or self._running)
+
+    def step(self) -> list[Outcome]:
+        """Admit, prefill one chunk, and decode one round of all sequences that are ready."""
+        while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
+            sequence = self._waiting.popleft()
+            self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
+            self._prefilling.append(sequence)
+        if self._prefilling:
+            self._prefill()
+        if not self._running:
+            return []
+        outcomes = decode_round(
+            self._running, self.target, self.drafter, self.grow, self.budget, self.cache, self.stats
+        )
+        for outcome in outcomes:
+            if outcome.sequence.finished is not None:
+                self._release(outcome.sequence)
+        return outcomes
+
+    def run(self, sequences: Iterable[Sequence] = ()) -> Iterator[Outcome]:
+        """Step until nothing is left, yielding each sequence's share of every round.
+
+        If the caller stops early (or an exception passes through), all `sequences` are aborted and their memory is freed.
+        """
+        try:
+            while self.busy:
+                yield from self.step()
+        finally:
+            for sequence in sequences:
+                if sequence.finished is None:
+                    self.abort(sequence)
+
+    def generate(
+        self, prompts: Iterable[Many[int]], sampling: Sampling | None = None, limits: Limits | None = None
+    ) -> list[Sequence]:
+        """Decode prompts to their end, as one batch as far as `max_batch` allows."""
+        sequences: list[Sequence] = []
+        try:
+            sequences.extend(self.add(prompt, sampling, limits) for prompt in prompts)
+        except Exception:
+            for sequence in sequences:
+                self.abort(sequence)
+            raise
+        for _ in self.run(sequences):
+            pass
+        return sequences
+
+    def _prefill(self) -> None:
+        """Cache the next piece of the waiting prompts, first come first served, at most PREFILL_ROWS tokens in one forward.
+
+        The last prompt token is left out: it is the first root, so the first round already drafts.
+        """
+        parts: list[tuple[int, list[int]]] = []
+        room = PREFILL_ROWS
+        for sequence in self._prefilling:
+            done = self.cache.length(sequence.id)
+            piece = sequence.tokens[done : min(sequence.prompt_len - 1, done + room)]
+            if piece:
+                parts.append((sequence.id, piece))
+            room -= len(piece)
+            if room <= 0:
+                break
+        if parts:
+            with self.stats.phase("prefill"):
+                plan = chunk(parts, self.cache)
+                output = self.target.forward(plan, self.cache, self.drafter.taps, self.drafter.needs_hidden)
+                for segment in plan.segments:
+                    rows = slice(segment.start, segment.start + segment.count)
+                    self.cache.keep(segment.key, range(segment.count))
+                    self.drafter.observe(
+                        segment.key,
+                        None if output.taps is None else output.taps[rows],
+                        None if output.hidden is None else output.hidden[rows],
+                    )
+        ready = [s for s in self._prefilling if self.cache.length(s.id) == s.prompt_len - 1]
+        self._prefilling = [s for s in self._prefilling if s not in ready]
+        self._running.extend(ready)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        for group in (self._prefilling, self._running):
+            if sequence in group:
+                group.remove(sequence)
+        if sequence.id in self.cache.keys():
+            self.cache.free(sequence.id)
+        self.drafter.free(sequence.id)
+
+    def _complete(self, limits: Limits) -> Limits:
+        """Add what the target itself sets: its context and its end-of-text ids."""
+        config = self.target.config
+        return replace(
+            limits,
+            max_context=min(limits.max_context, config.max_positions),
+            stop_ids=limits.stop_ids | self.target.tokenizer.eos_ids | frozenset(config.eos_ids),
+        )
+
+    def _check(self, prompt: Many[int], limits: Limits) -> None:
+        vocab = self.target.config.vocab_size
+        if not prompt:
+            raise PromptError("the prompt is empty: give at least one token")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise PromptError(f"the prompt holds token ids outside 0..{vocab - 1}, the target's vocabulary")
+        if len(prompt) >= limits.max_context:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens, but the context ends at {limits.max_context}: "
+                "shorten it, at least one token must fit behind it"
+            )

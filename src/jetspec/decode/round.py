@@ -1,0 +1,140 @@
+"""The round: draft, verify, commit. There is one for every method and every batch size.
+
+Plain decoding is this round with the drafter off or the budget 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from jetspec.decode.stats import Stats
+from jetspec.draft.base import Drafter
+from jetspec.sampling import History, pick_tokens
+from jetspec.sequence import Emission, Sequence
+from jetspec.target.cache import KVCache
+from jetspec.target.plan import pack
+from jetspec.target.target import Target
+from jetspec.tree import Grow, Tree
+from jetspec.tree.proposal import Children, Proposal, State
+from jetspec.verify import walk
+
+
+class Budget(Protocol):
+    """How many nodes are worth verifying."""
+
+    def limit(self, sequence: Sequence) -> int:
+        """Nodes to grow for a sequence at most."""
+        ...
+
+    def cut(self, trees: Many[Tree]) -> list[Tree]:
+        """The trees with what is not worth verifying dropped."""
+        ...
+
+    def record(self, sequence: Sequence, tree: Tree, path: Many[int]) -> None:
+        """The outcome of one tree."""
+        ...
+
+
+class Outcome(NamedTuple):
+    """What a round did for one sequence."""
+
+    sequence: Sequence
+    tree: Tree
+    path: list[int]  # node indices from the root to the last accepted node
+    emissions: list[Emission]
+
+
+def decode_round(
+    sequences: Many[Sequence],
+    target: Target,
+    drafter: Drafter,
+    grow: Grow,
+    budget: Budget,
+    cache: KVCache,
+    stats: Stats,
+) -> list[Outcome]:
+    """Draft, verify and commit once. Each sequence emits between 1 and depth + 1 tokens.
+
+    Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the drafter observed,
+    because the root is not cached yet.
+    """
+    with stats.phase("draft"):
+        limits = [budget.limit(s) for s in sequences]
+        proposals = drafter.propose(sequences) if any(limits) else [None] * len(sequences)
+    with stats.phase("build"):
+        grown = [_grow(s, p, n, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
+        trees = budget.cut(grown)
+        plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
+    with stats.phase("verify"):
+        output = target.forward(plan, cache, drafter.taps, drafter.needs_hidden)
+        assert output.logits is not None
+        stats.forwards += 1
+        walks = [
+            _walk(s, tree, output.logits[segment.start : segment.start + segment.count])
+            for s, tree, segment in zip(sequences, trees, plan.segments, strict=True)
+        ]
+    outcomes: list[Outcome] = []
+    with stats.phase("commit"):
+        for s, tree, segment, (path, bonus) in zip(sequences, trees, plan.segments, walks, strict=True):
+            cache.keep(s.id, path)
+            rows = [segment.start + node for node in path]
+            drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
+            emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
+            stats.record(tree.budget, tree.depth, len(path) - 1, len(emissions))
+            budget.record(s, tree, path)
+            outcomes.append(Outcome(s, tree, path, emissions))
+    return outcomes
+
+
+def _rows(values: Tensor | None, rows: list[int]) -> Tensor | None:
+    """The rows of a path; a view where they are contiguous, which is the common case."""
+    if values is None:
+        return None
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return values[rows[0] : rows[-1] + 1]
+    return values[rows]
+
+
+def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, grow: Grow) -> Tree:
+    """Grow a tree no deeper than can still be emitted: one token of the remaining ones is the bonus."""
+    depth = sequence.room - 1
+    if proposal is None or nodes == 0 or depth < 1:
+        return Tree.root_only(sequence.root)
+    if proposal.max_depth > depth:
+        proposal = _Shallow(proposal, depth)
+    return grow(sequence.root, proposal, nodes)
+
+
+def _walk(sequence: Sequence, tree: Tree, logits: Tensor) -> tuple[list[int], int]:
+    """Walk one tree with the target's own picks; logits [n, V] are the tree's rows."""
+    sampling = sequence.sampling
+    first = sequence.position + 1  # absolute position of the token that follows the root
+    if sampling.greedy and not sampling.needs_history:
+        picks = pick_tokens(logits, [first + depth for depth in tree.depths], sampling)
+        return walk(tree, picks.__getitem__)
+
+    def pick(node: int) -> int:
+        histories = None
+        if sampling.needs_history:
+            own_path = tree.tokens_of(tree.path_to(node))
+            histories = [History([*sequence.tokens, *own_path], sequence.prompt_len)]
+        return pick_tokens(logits[node : node + 1], [first + tree.depths[node]], sampling, histories)[0]
+
+    return walk(tree, pick)
+
+
+class _Shallow:
+    """A proposal that ends earlier."""
+
+    def __init__(self, proposal: Proposal, max_depth: int) -> None:
+        self._proposal, self.max_depth = proposal, max_depth
+
+    @property
+    def root_state(self) -> State:
+        return self._proposal.root_state
+
+    def expand(self, states: Many[State]) -> list[Children]:
+        return self._proposal.expand(states)

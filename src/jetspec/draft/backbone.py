@@ -1,0 +1,152 @@
+"""The head's layers at inference: taps become context once, slots run through a few layers, and logits come out per depth.
+
+Context keys and values are projected once per committed token and kept in a cache of the head's own; a block's own rows never
+persist (methods.md sections 2.1 and 5.1). All sequences of a round go through one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from jetspec.draft.checkpoint import Head
+from jetspec.target.attention import Visibility
+from jetspec.target.cache import KVCache
+from jetspec.target.linear import Linear
+from jetspec.target.plan import Plan, Segment
+from jetspec.target.rope import RotaryTable, rotate
+from jetspec.target.transformer import Layer, Transformer, rms_norm
+
+_FLUSH_ROWS = 128  # taps kept back until the next draft; more (prefill) are projected at once
+
+
+def split_norm(x: Tensor, parts: int, eps: float) -> Tensor:
+    """Norm each of `parts` equal pieces of the last axis by itself, without weights: taps differ in scale by orders of magnitude."""
+    pieces = x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
+    return torch.nn.functional.rms_norm(pieces, (pieces.shape[-1],), None, eps).reshape(x.shape)
+
+
+class Backbone:
+    """Layers, projections and draft cache of one head on one target.
+
+    Args:
+        transformer: the target; its embedding and (sliced) output matrix are the head's own ends.
+        vocab: ids [Vd] that logits are computed for.
+    """
+
+    def __init__(self, head: Head, transformer: Transformer, vocab: Tensor) -> None:
+        config, device, dtype = head.config, transformer.device, transformer.dtype
+        weights = {name: tensor.to(device, dtype) for name, tensor in head.weights.items()}
+        self.config, self.model, self.weights = config, config.model, weights
+        self.embed = transformer.embed
+        model = self.model
+        self.fusion = Linear(weights["fc.weight"])
+        context = [
+            weights[f"layers.{i}.self_attn.{part}_proj.weight"] for i in range(model.num_layers) for part in "kv"
+        ]
+        self.context = Linear(torch.cat(context))  # every layer's keys and values in one product
+        self.layers = [Layer(model, index, weights, prefix="") for index in range(model.num_layers)]
+        self.output = Linear(transformer.output_matrix[vocab])
+        self.direct = Linear(weights["direct_proj.weight"]) if config.direct else None
+        self.mask_row = self.embed(torch.tensor([config.mask_token_id], device=device))  # [1, H]
+        self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
+        self.cache = KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype, device=device)
+        self._pending: dict[int, list[Tensor]] = {}
+        self._last: dict[int, Tensor] = {}  # the newest taps row [1, taps * H] of each sequence
+
+    def observe(self, key: int, taps: Tensor) -> None:
+        """Newly committed rows [n, taps * H] of a sequence; the first call starts it."""
+        if key not in self.cache.keys():
+            self.cache.add(key)
+        parts = self._pending.setdefault(key, [])
+        parts.append(taps)
+        self._last[key] = taps[-1:]
+        if sum(part.shape[0] for part in parts) >= _FLUSH_ROWS:
+            self._project([key])
+
+    def free(self, key: int) -> None:
+        """Forget a sequence."""
+        self._pending.pop(key, None)
+        self._last.pop(key, None)
+        if key in self.cache.keys():
+            self.cache.free(key)
+
+    @torch.inference_mode()
+    def forward(self, keys: Many[int], roots: Many[int]) -> tuple[Tensor, Tensor]:
+        """Draft one block per sequence.
+
+        Returns:
+            hidden [B, D, H], the normed state of slots 1..D, and their logits [B, D, Vd] before any path scorer.
+        """
+        for key in keys:
+            if key not in self.cache.keys():  # a prompt of one token: no context yet
+                self.cache.add(key)
+        self._project([key for key in keys if self._pending.get(key)])
+        block = self.config.block_size
+        x = self._slots(keys, roots)  # [B * block, H]
+        plan = self._plan(keys)
+        rotary = self.rotary.at(plan.positions, int(plan.positions.max()))
+        groups = self.model.num_heads // self.model.num_kv_heads
+        masks = {w: Visibility(plan, self.cache, groups, w, x.dtype) for w in set(self.model.windows)}
+        for layer in self.layers:
+            x = layer(x, plan, self.cache, rotary, masks[self.model.windows[layer.index]])
+        for key in keys:
+            self.cache.keep(key, [])  # the block's rows do not persist
+        x = x.view(len(keys), block, -1)[:, 1:]
+        hidden = rms_norm(x, self.weights["norm.weight"], self.model.rms_norm_eps)
+        logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
+        return hidden, logits.view(len(keys), block - 1, -1)
+
+    def _slots(self, keys: Many[int], roots: Many[int]) -> Tensor:
+        """The block's input: the root's embedding, then mask embeddings, plus the optional parts."""
+        config, block = self.config, self.config.block_size
+        root = self.embed(torch.tensor(list(roots), device=self.mask_row.device))  # [B, H]
+        x = self.mask_row.expand(len(keys), block, -1).clone()
+        x[:, 0] = root
+        if config.slot_embedding:
+            x += self.weights["slot_embed.weight"]
+        if self.direct is not None:
+            count = len(config.taps)
+            zeros = root.new_zeros(1, count * root.shape[1])
+            last = torch.cat([self._last.get(key, zeros) for key in keys])
+            joined = torch.cat([root, split_norm(last, count, self.model.rms_norm_eps)], dim=-1)
+            x += self.direct(joined).unsqueeze(1)
+        return x.view(len(keys) * block, -1)
+
+    def _plan(self, keys: Many[int]) -> Plan:
+        block, device = self.config.block_size, self.mask_row.device
+        mask = None if self.config.causal else torch.ones(block, block, dtype=torch.bool, device=device)
+        segments: list[Segment] = []
+        positions: list[int] = []
+        for index, key in enumerate(keys):
+            base = self.cache.extend(key, block)
+            segments.append(Segment(key, index * block, block, mask, logits=True))
+            positions.extend(range(base, base + block))
+        return Plan(torch.empty(0), torch.tensor(positions, device=device), tuple(segments))
+
+    @torch.inference_mode()
+    def _project(self, keys: Many[int]) -> None:
+        """Turn waiting taps into context keys and values, all sequences and layers in one product each."""
+        if not keys:
+            return
+        model = self.model
+        parts = [torch.cat(self._pending.pop(key)) for key in keys]
+        features = rms_norm(self.fusion(torch.cat(parts)), self.weights["hidden_norm.weight"], model.rms_norm_eps)
+        rows = features.shape[0]
+        both = self.context(features).view(rows, model.num_layers, 2, model.num_kv_heads, model.head_dim)
+        starts = [self.cache.extend(key, part.shape[0]) for key, part in zip(keys, parts, strict=True)]
+        positions = [n for start, part in zip(starts, parts, strict=True) for n in range(start, start + part.shape[0])]
+        cos, sin = self.rotary.at(torch.tensor(positions, device=features.device), max(positions))
+        for layer in self.layers:
+            assert layer.k_norm is not None
+            k = rotate(rms_norm(both[:, layer.index, 0], layer.k_norm, model.rms_norm_eps), cos, sin)
+            stored = torch.stack([k, both[:, layer.index, 1]]).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
+            row = 0
+            for key, start, part in zip(keys, starts, parts, strict=True):
+                count = part.shape[0]
+                self.cache.rows(key, layer.index)[:, :, start : start + count] = stored[:, :, row : row + count]
+                row += count
+        for key, part in zip(keys, parts, strict=True):
+            self.cache.keep(key, range(part.shape[0]))

@@ -1,0 +1,85 @@
+"""From one forward's logits to a proposal whose children know their parent's token.
+
+The backbone gives every depth one distribution, whatever the parent is. The scorer adds a low-rank term of the parent's token
+(DSpark's Markov head, arXiv 2607.05147; `methods.md` section 7.2), evaluated only between each depth's candidates, so a tree of
+any shape costs one small batched product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetspec.draft.checkpoint import Head
+from jetspec.tree.proposal import MarginalProposal, MarkovProposal, Proposal
+
+CANDIDATES = 32  # per depth
+_PARENTS = 16  # most probable tokens of a depth whose mean bias helps to choose the next depth's candidates
+
+
+class Marginals:
+    """No scorer: children of a depth share one distribution (the published JetSpec and DFlash)."""
+
+    def __init__(self, vocab: Tensor) -> None:
+        self.vocab = vocab
+
+    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
+        logps, index = logits.float().log_softmax(-1).topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+        tokens = self.vocab[index].cpu().numpy()  # [B, D, K]
+        scores = logps.cpu().numpy()
+        return [MarginalProposal(t, s) for t, s in zip(tokens, scores, strict=True)]
+
+
+class MarkovScorer:
+    """log q(child | parent, context) = log softmax of U_k(child) + W2[child] . (gate * W1[parent]) over a depth's candidates.
+
+    `vanilla` has no gate; `gated` computes it from the slot's state and the parent. The normaliser runs over the candidates, times
+    the share of the whole vocabulary that they cover under the expected parent; an exact one would need every parent's full row.
+    """
+
+    def __init__(self, head: Head, vocab: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        weights = {name: tensor.to(device, dtype) for name, tensor in head.weights.items() if name.startswith("markov_head.")}
+        self.vocab = vocab
+        self.parent_rows = weights["markov_head.markov_w1.weight"]  # [V, r], by token id
+        self.child_rows = weights["markov_head.markov_w2.weight"][vocab]  # [Vd, r]
+        self.gate = weights.get("markov_head.gate_proj.weight")  # [r, H + r]
+        self.gate_bias = weights.get("markov_head.gate_proj.bias")
+
+    @torch.inference_mode()
+    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
+        batch, depth, width = logits.shape
+        gates = self._state_gate(hidden)  # [B, D, 1, r] or None
+        root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
+        base = logits.float()
+        # The expected parent of each depth: the root for the first, else the likely tokens of the depth before.
+        likely, place = base[:, :-1].topk(min(_PARENTS, width), dim=-1)  # [B, D-1, P]
+        parents = self.parent_rows[self.vocab[place]]  # [B, D-1, P, r]
+        shares = likely.softmax(-1).unsqueeze(-1).to(parents.dtype)
+        expected = torch.cat([root_rows.unsqueeze(1), (parents * shares).sum(2)], dim=1)  # [B, D, r]
+        terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
+        marginal = base + (terms @ self.child_rows.T).float()
+        logps = marginal.log_softmax(-1)
+        top, index = logps.topk(min(CANDIDATES, width), dim=-1)  # [B, D, K]
+        cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates
+        candidates = self.vocab[index]  # [B, D, K]
+        children = self.child_rows[index[:, 1:]]  # [B, D-1, K, r]
+        rows = self.parent_rows[candidates[:, :-1]]  # [B, D-1, K, r]
+        bias = self._gated(rows, None if gates is None else gates[:, 1:]) @ children.transpose(-1, -2)  # [B, D-1, K, K]
+        scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + bias.float()
+        conditional = scores.log_softmax(-1) + cover[:, 1:, None, None]
+        tokens, first, table = candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy()
+        return [MarkovProposal(t, f, c) for t, f, c in zip(tokens, first, table, strict=True)]
+
+    def _state_gate(self, hidden: Tensor) -> Tensor | None:
+        if self.gate is None:
+            return None
+        assert self.gate_bias is not None
+        return (hidden @ self.gate[:, : hidden.shape[-1]].T + self.gate_bias).unsqueeze(2)
+
+    def _gated(self, rows: Tensor, gates: Tensor | None) -> Tensor:
+        """rows [B, D, n, r] times sigmoid of the gate."""
+        if gates is None or self.gate is None:
+            return rows
+        return rows * torch.sigmoid(gates + rows @ self.gate[:, -rows.shape[-1] :].T)

@@ -1,0 +1,53 @@
+"""Every exception a user can meet.
+
+    JetSpecError            anything jetspec raises on purpose
+    └── UserError           the input is at fault; the command line prints one line and exits with code 2
+        ├── OptionError     an option or argument is out of range or unknown
+        ├── PromptError     an empty prompt, or one that does not fit into the context
+        ├── ModelError      the target cannot be found, read or decoded
+        ├── HeadError       the draft head cannot be read or belongs to another target
+        ├── DataError       a prompt file, answer file or checkpoint is broken
+        ├── DownloadError   a fetch failed or was interrupted; trying again is safe
+        └── StorageError    no space or no permission where files have to be written
+
+A message is one line that says what happened, why, and what to do, with the valid choices where there are any. Violations of
+our own invariants are `assert`s, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class JetSpecError(Exception):
+    """Base of all exceptions that jetspec raises on purpose."""
+
+
+class UserError(JetSpecError):
+    """The input is at fault. The command line prints the message on one line and exits with code 2."""
+
+
+class OptionError(UserError):
+    """An option or argument is out of range or unknown."""
+
+
+class PromptError(UserError):
+    """A prompt is empty or does not fit into the target's context."""
+
+
+class ModelError(UserError):
+    """The target model cannot be found, read or decoded."""
+
+
+class HeadError(UserError):
+    """The draft head cannot be read, or it belongs to another target."""
+
+
+class DataError(UserError):
+    """A prompt file, an answer file or a training checkpoint is broken."""
+
+
+class DownloadError(UserError):
+    """Fetching a file failed or was interrupted. Trying again is safe."""
+
+
+class StorageError(UserError):
+    """A file cannot be written: no space left or no permission."""

@@ -1,0 +1,266 @@
+"""From logits to one token: options, processors, counter-based noise, and the picker that everybody calls.
+
+This file knows nothing about trees, caches or drafts. `pick_tokens` is the only place in the project that
+picks a token of the target: plain decoding, every node on a path, and the bonus token all go through it.
+
+A token at absolute position t is  argmax_v( processed_logits(v) + Gumbel(seed, t, v) ). That is an exact draw
+from the softmax (Gumbel-max), and since the noise depends on (seed, t, v) alone, the emitted text depends on
+the prompt, the seed and the weights, but not on the draft, the tree or the batch (arXiv 2408.07978 has the
+idea).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from jetspec.errors import OptionError
+
+GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
+MAX_TEMPERATURE = 1e3
+MAX_BIAS = 1e9  # large enough to ban or force a token, small enough to stay finite in float32
+_NUCLEUS_FIRST = 1024  # top-p looks at so many tokens first, and sorts a row only if their mass is too small
+
+
+class History(NamedTuple):
+    """What stands before the token to pick: prompt, emitted tokens, and for a tree node its own path."""
+
+    tokens: Sequence[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target picks a token. Construction checks every field; OptionError names it and what is valid.
+
+    temperature         0 (anything below 1e-5) is greedy; at most 1000
+    top_k               keep the k largest logits; 0 is off
+    top_p               keep the smallest set of tokens whose mass reaches top_p; 1.0 is off
+    min_p               keep tokens at least min_p times as probable as the top one; 0.0 is off
+    repetition_penalty  divides positive and multiplies negative logits of tokens seen in prompt or output;
+                        1.0 is off; 0.001..1000 (CTRL, arXiv 1909.05858)
+    presence_penalty    subtracted once from tokens generated before (the prompt does not count); -2..2
+    frequency_penalty   subtracted once per earlier generated occurrence; -2..2
+    logit_bias          token id -> number added to its logit, within -1e9..1e9 (-1e9 bans the token)
+    seed                0..2**64-1; selects the noise stream, without effect when greedy
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_integer("top_k", self.top_k, 2**31 - 1, "0 turns it off")
+        _check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_integer("seed", self.seed, 2**64 - 1, "the default is 0")
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            _check_integer("a token id in logit_bias", token, 2**31 - 1, "ids count from 0")
+            _check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change later
+
+    @property
+    def greedy(self) -> bool:
+        """True where the token is the argmax, without noise."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a penalty is on, so that the picker must be given the tokens before each row."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_number(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
+    valid = f"{'above' if above_low else 'from'} {low:g} up to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionError(f"{name} must be a number {valid}, got {value!r}")
+    if not low <= value <= high or (above_low and value == low):  # NaN fails every comparison
+        raise OptionError(f"{name} must be a number {valid}, got {value!r}")
+
+
+def _check_integer(name: str, value: int, high: int, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        raise OptionError(f"{name} must be an integer from 0 to {high} ({hint}), got {value!r}")
+
+
+# --- noise
+
+_LOW32 = 0xFFFFFFFF
+_Word = TypeVar("_Word", int, Tensor)
+
+
+def _mix(word: _Word) -> _Word:
+    """A bijection on 32-bit words with good avalanche.
+
+    It is the public-domain finalizer lowbias32 of C. Wellons ("Prospecting for hash functions").
+
+    Takes a Python int or an int64 tensor of values 0..2**32-1; a tensor is overwritten. The second multiplier
+    is 0x846ca68b written modulo 2**32 as a negative number, so that no product leaves int64 (signed overflow
+    is not defined on every device).
+    """
+    word ^= word >> 16
+    word *= 0x7FEB352D
+    word &= _LOW32
+    word ^= word >> 15
+    word *= 0x846CA68B - 2**32
+    word &= _LOW32
+    word ^= word >> 16
+    return word
+
+
+def gumbel_noise(seed: int, positions: Tensor, vocab: int | Tensor) -> Tensor:
+    """Gumbel(0, 1) noise as a pure function of (seed, absolute position, token id): float32 [n, V] or [n, k].
+
+    `positions` is int64 [n]; `vocab` is the vocabulary size, or the ids int64 [k] to compute the noise for.
+    Row i of a call equals the row of any other call with the same seed and position, whatever else is asked
+    for.
+
+    Seed and position give two 32-bit keys; two keyed rounds of the hash turn a token id into 32 bits, u =
+    (bits + 1/2) / 2**32 lies strictly inside (0, 1), and the noise -log(-log u) lies within -3.14..22.88. The
+    integers are exact on any device; the logarithms are taken in float64 and rounded to float32, which hides
+    a device's last float64 bit in all but about one value in 2**28.
+    """
+    device = positions.device
+    if device.type == "mps":  # no float64 there
+        ids = vocab.cpu() if isinstance(vocab, Tensor) else vocab
+        return gumbel_noise(seed, positions.cpu(), ids).to(device)
+    tokens = torch.arange(vocab, device=device) if isinstance(vocab, int) else vocab.to(device)
+    low, high = seed & _LOW32, (seed >> 32) & _LOW32
+    first = _mix(low ^ _mix(high ^ 0x9E3779B9))
+    second = _mix(high ^ _mix(low ^ 0x3C6EF372))
+    where = positions.to(torch.int64)[:, None] & _LOW32  # [n, 1]
+    key_a = _mix(_mix((where + first) & _LOW32) ^ second)  # for one seed a bijection of the position
+    key_b = _mix(_mix(where ^ second) ^ first)
+    # Two keys: with one added key, two rows would be shifted copies of each other when their keys are close.
+    bits = _mix(_mix((tokens[None, :] + key_a) & _LOW32) ^ key_b)  # [n, V]
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniform.log_().neg_().log_().neg_().to(torch.float32)
+
+
+# --- processors
+
+
+def process_logits(logits: Tensor, sampling: Sampling, histories: Sequence[History] | None = None) -> Tensor:
+    """Scores whose softmax is the law of the target's token: float32 [n, V], a copy of `logits` [n, V].
+
+    Order: repetition penalty, presence and frequency penalty, bias -> temperature -> top-k -> top-p -> min-p.
+    Each option means what it means in Hugging Face transformers (and vLLM, which applies min-p before top-p;
+    that differs only when both are on). Greedy decoding applies penalties and bias, and stops there. Ties:
+    top-k and min-p keep all tokens equal to the last one kept, top-p keeps the lowest ids among them. The top
+    token always survives, so a row never becomes empty.
+
+    `histories` holds one History per row and is needed when `sampling.needs_history`. Removed tokens have
+    score -inf. Raises OptionError if logit_bias names a token outside the vocabulary.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    if sampling.needs_history:
+        assert histories is not None and len(histories) == len(scores), "penalties need one history per row"
+        for row, history in zip(scores, histories, strict=True):
+            _penalize(row, sampling, history)
+    if sampling.logit_bias:
+        _add_bias(scores, sampling.logit_bias)
+    if sampling.greedy:
+        return scores
+    scores /= sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores.masked_fill_(scores < kth, -math.inf)
+    if sampling.top_p < 1.0:
+        scores.masked_fill_(~_nucleus(scores, sampling.top_p), -math.inf)
+    if sampling.min_p > 0.0:
+        floor = scores.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        scores.masked_fill_(scores < floor, -math.inf)
+    return scores
+
+
+def _penalize(row: Tensor, sampling: Sampling, history: History) -> None:
+    """Apply the three penalties to one row [V], in place."""
+    if sampling.repetition_penalty != 1.0 and history.tokens:
+        seen = torch.tensor(sorted(set(history.tokens)), device=row.device)
+        old = row[seen]
+        penalty = sampling.repetition_penalty
+        row[seen] = torch.where(old < 0, old * penalty, old / penalty)
+    counts = Counter(history.tokens[history.prompt_len :])
+    if counts and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids = torch.tensor(list(counts), device=row.device)
+        times = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
+        row[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
+
+
+def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> None:
+    """Add the bias to every row of scores [n, V], in place."""
+    vocab = scores.shape[-1]
+    if max(bias) >= vocab:
+        raise OptionError(
+            f"logit_bias names token {max(bias)}, but ids of this target go from 0 to {vocab - 1}"
+        )
+    ids = torch.tensor(list(bias), device=scores.device)
+    scores[:, ids] += torch.tensor(list(bias.values()), dtype=torch.float32, device=scores.device)
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Which tokens top-p keeps, bool [n, V]: those that have less than top_p of mass before them in falling
+    order.
+
+    Masses are float64, so that the border does not move with the order in which a device or a batch shape
+    adds them up. Only sorted values are used and never sorted ids: the order of equal values in topk is not
+    defined, and half-precision logits have many.
+    """
+    total = torch.logsumexp(scores.to(torch.float64), dim=-1, keepdim=True)  # [n, 1]
+    values = scores.topk(min(_NUCLEUS_FIRST, scores.shape[-1]), dim=-1).values  # [n, k], falling
+    mass = (values - total).exp().cumsum(dim=-1)
+    if bool((mass[:, -1] < top_p).any()):
+        values = scores.sort(dim=-1, descending=True).values  # [n, V]
+        mass = (values - total).exp().cumsum(dim=-1)
+    kept = (mass[:, :-1] < top_p).sum(dim=-1, keepdim=True) + 1  # [n, 1]; the first token is always in
+    last = values.gather(-1, kept - 1)  # the smallest kept value
+    above = scores > last
+    equal = scores == last
+    return above | (equal & (equal.cumsum(dim=-1) <= kept - above.sum(dim=-1, keepdim=True)))
+
+
+# --- the picker
+
+
+def pick_tokens(
+    logits: Tensor,
+    positions: Tensor | Sequence[int],
+    sampling: Sampling,
+    histories: Sequence[History] | None = None,
+) -> list[int]:
+    """The target's own token for each row of logits [n, V].
+
+    `positions` [n] are absolute positions of the tokens being picked, counted from 0 with the prompt
+    included. Rows are independent: a row gives the same token alone and in any batch. Equal scores go to the
+    lowest id.
+    """
+    assert len(logits) == len(positions), "one position per row"
+    if len(logits) == 0:
+        return []
+    if sampling.needs_history or sampling.logit_bias or not sampling.greedy:
+        logits = process_logits(logits, sampling, histories)
+    if not sampling.greedy:
+        where = torch.as_tensor(positions, dtype=torch.int64).to(logits.device)
+        unique, index = where.unique(return_inverse=True)  # nodes of one depth share their noise row
+        noise = gumbel_noise(sampling.seed, unique, logits.shape[-1])
+        logits = logits.add_(noise if len(unique) == 1 else noise[index])
+    picks: list[int] = logits.argmax(dim=-1).tolist()  # argmax returns the first of equal values
+    return picks

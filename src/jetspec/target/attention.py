@@ -1,0 +1,77 @@
+"""Attention of a packed plan: segment by segment against the cache, without padding.
+
+Query heads that share a key head are laid out as rows of one matrix, so grouped-query attention is a plain batched product
+and keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetspec.target.cache import KVCache
+from jetspec.target.plan import Plan, Segment
+
+
+class Visibility:
+    """The additive masks of a plan, computed once per forward and reused by every layer with the same window.
+
+    Args:
+        window: a row sees at most the `window` latest positions, itself included; None = no limit.
+    """
+
+    def __init__(self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype) -> None:
+        self._groups, self._window, self._dtype = groups, window, dtype
+        self._bias = [self._segment(segment, cache, plan.positions) for segment in plan.segments]
+
+    def add_to(self, index: int, scores: Tensor) -> Tensor:
+        """Hide in scores [kv_heads, groups * m, S] what the rows of segment `index` may not see. Works in place."""
+        bias = self._bias[index]
+        if bias is not None:
+            scores[:, :, -bias.shape[1] :] += bias
+        return scores
+
+    def _segment(self, segment: Segment, cache: KVCache, positions: Tensor) -> Tensor | None:
+        count, device = segment.count, cache.device
+        committed = cache.length(segment.key)
+        limited = self._window is not None and committed + count > self._window
+        if count == 1 and not limited:
+            return None
+        visible = segment.mask
+        if visible is None:
+            visible = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        if limited:
+            own = positions[segment.start : segment.start + count]
+            keys = torch.cat([torch.arange(committed, device=device), own])
+            seen = torch.cat([torch.ones(count, committed, dtype=torch.bool, device=device), visible], dim=1)
+            visible = seen & (own[:, None] - keys[None, :] < self._window)
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return bias.repeat(self._groups, 1)  # [groups * m, visible columns]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, layer: int, visibility: Visibility) -> Tensor:
+    """Write the plan's keys and values into the cache and attend. Rotation has been applied already.
+
+    Args:
+        q: [M, heads, head_dim]; k, v: [M, kv_heads, head_dim].
+    Returns:
+        [M, heads * head_dim].
+    """
+    total, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    scale = dim**-0.5
+    out = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
+    for index, segment in enumerate(plan.segments):
+        start, count = segment.start, segment.count
+        rows = cache.rows(segment.key, layer)  # [2, kv_heads, S, head_dim]
+        keys, values = rows[0], rows[1]
+        keys[:, -count:] = k[start : start + count].transpose(0, 1)
+        values[:, -count:] = v[start : start + count].transpose(0, 1)
+        part = q[start : start + count].view(count, kv_heads, groups, dim)
+        query = part.permute(1, 2, 0, 3).reshape(kv_heads, groups * count, dim)
+        scores = torch.bmm(query * scale, keys.transpose(1, 2))  # [kv_heads, groups * m, S]
+        weights = visibility.add_to(index, scores).softmax(-1)
+        mixed = torch.bmm(weights, values).view(kv_heads, groups, count, dim)
+        out[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, dim)
+    return out.view(total, heads * dim)

@@ -1,0 +1,199 @@
+"""The head as a trainable module: the same network as `draft.backbone`, over many anchors of whole answers at once.
+
+All blocks of an answer share its context; a block sees only rows before its own anchor and itself (methods.md section 2.2). Context
+and block scores are computed apart and normalised together, so nothing of size anchors x anchors is ever built.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetspec.draft.backbone import split_norm
+from jetspec.draft.checkpoint import Head
+from jetspec.draft.config import HeadConfig
+from jetspec.target.rope import RotaryTable, rotate
+from jetspec.target.transformer import Transformer
+from jetspec.train.data import Batch
+
+
+class HeadModule(nn.Module):
+    """Trainable tensors of a head under their public names (dots replaced), in float32.
+
+    Args:
+        embedding: the target's frozen embedding table [V, H].
+    """
+
+    def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
+        super().__init__()
+        self.config, self.model = config, config.model
+        self.embedding = embedding
+        shapes = config.shapes()
+        self.tensors = nn.ParameterDict({_key(n): nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
+        self.names = list(shapes)
+        self._rotary = RotaryTable(self.model.rope, self.model.head_dim, torch.float32, torch.device("cpu"))
+
+    def weight(self, name: str) -> Tensor:
+        """A tensor by its public name."""
+        return self.tensors[_key(name)]
+
+    def to_head(self, vocab: Tensor | None, manifest: dict[str, object] | None = None) -> Head:
+        """A snapshot that can be saved or drafted with."""
+        weights = {name: self.weight(name).detach().clone() for name in self.names}
+        return Head(self.config, weights, vocab, dict(manifest or {}))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Normed states of slots 1..D of every anchor: [n, A, D, H]."""
+        model = self.model
+        context = self._norm(F.linear(batch.taps, self.weight("fc.weight")), "hidden_norm.weight")  # [n, T, H]
+        x = self._slots(batch)  # [n, A, block, H]
+        slots = torch.arange(self.config.block_size)
+        positions = batch.anchors.unsqueeze(-1) + slots  # [n, A, block]
+        longest = batch.taps.shape[1] + self.config.block_size
+        block_rotary = self._rotary.at(positions, longest)
+        block_rotary = tuple(table.squeeze(1).unsqueeze(-2) for table in block_rotary)
+        context_rotary = self._rotary.at(torch.arange(batch.taps.shape[1]), longest)
+        hidden_rows = torch.arange(batch.taps.shape[1]) >= batch.anchors.unsqueeze(-1)  # [n, A, T], True = not visible
+        for index in range(model.num_layers):
+            x = self._layer(index, x, context, block_rotary, context_rotary, hidden_rows)
+        return self._norm(x[:, :, 1:], "norm.weight")
+
+    def scorer_terms(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
+        """The path scorer's gated row of each slot's parent token: [n, A, D, r]; None without a scorer."""
+        if self.config.scorer == "none":
+            return None
+        rows = F.embedding(parents, self.weight("markov_head.markov_w1.weight"))
+        if self.config.scorer == "gated":
+            joined = torch.cat([hidden, rows], dim=-1)
+            gate = F.linear(joined, self.weight("markov_head.gate_proj.weight"), self.weight("markov_head.gate_proj.bias"))
+            rows = rows * torch.sigmoid(gate)
+        return rows
+
+    def _slots(self, batch: Batch) -> Tensor:
+        config = self.config
+        root = F.embedding(batch.roots, self.embedding)  # [n, A, H]
+        mask = self.embedding[config.mask_token_id]
+        rest = mask.expand(*root.shape[:2], config.block_size - 1, -1)
+        x = torch.cat([root.unsqueeze(2), rest], dim=2)
+        if config.slot_embedding:
+            x = x + self.weight("slot_embed.weight")
+        if config.direct:
+            last = split_norm(batch.last_taps, len(config.taps), self.model.rms_norm_eps)
+            direct = F.linear(torch.cat([root, last], dim=-1), self.weight("direct_proj.weight"))
+            x = x + direct.unsqueeze(2)
+        return x
+
+    def _layer(
+        self,
+        index: int,
+        x: Tensor,
+        context: Tensor,
+        block_rotary: tuple[Tensor, ...],
+        context_rotary: tuple[Tensor, Tensor],
+        hidden_rows: Tensor,
+    ) -> Tensor:
+        model, name = self.model, f"layers.{index}."
+        n, anchors, block, _ = x.shape
+        kv, dim = model.num_kv_heads, model.head_dim
+        groups = model.num_heads // kv
+        h = self._norm(x, name + "input_layernorm.weight")
+        q = self._heads(h, name, "q", block_rotary)  # [n, A, block, heads, dim]
+        k = self._heads(h, name, "k", block_rotary)
+        v = self._project(h, name, "v")
+        ck = self._heads(context, name, "k", context_rotary)  # [n, T, kv, dim]
+        cv = self._project(context, name, "v")
+        q = q.view(n, anchors, block, kv, groups, dim) * dim**-0.5
+        # context: [n, kv, A * block * groups, T], each answer with its own keys
+        flat = q.permute(0, 3, 1, 2, 4, 5).reshape(n, kv, anchors * block * groups, dim)
+        far = (flat @ ck.permute(0, 2, 3, 1)).view(n, kv, anchors, block * groups, -1)
+        far = far.masked_fill(hidden_rows[:, None, :, None, :], -math.inf)
+        # own block: [n, kv, A, block * groups, block]
+        grouped = flat.view(n, kv, anchors, block * groups, dim)
+        near = grouped @ k.permute(0, 3, 1, 4, 2)
+        if self.config.causal:
+            later = torch.ones(block, block, dtype=torch.bool).triu(1).repeat_interleave(groups, 0)
+            near = near.masked_fill(later, -math.inf)
+        weights = torch.cat([far, near], dim=-1).softmax(-1)
+        length = far.shape[-1]
+        mixed = weights[..., :length].reshape(n, kv, -1, length) @ cv.transpose(1, 2)
+        mixed = mixed.view(n, kv, anchors, block * groups, dim) + weights[..., length:] @ v.permute(0, 3, 1, 2, 4)
+        mixed = mixed.view(n, kv, anchors, block, groups, dim).permute(0, 2, 3, 1, 4, 5)
+        x = x + F.linear(mixed.reshape(n, anchors, block, -1), self.weight(name + "self_attn.o_proj.weight"))
+        h = self._norm(x, name + "post_attention_layernorm.weight")
+        gate = F.linear(h, self.weight(name + "mlp.gate_proj.weight"))
+        up = F.linear(h, self.weight(name + "mlp.up_proj.weight"))
+        return x + F.linear(F.silu(gate) * up, self.weight(name + "mlp.down_proj.weight"))
+
+    def _project(self, x: Tensor, name: str, part: str) -> Tensor:
+        y = F.linear(x, self.weight(f"{name}self_attn.{part}_proj.weight"))
+        return y.view(*y.shape[:-1], -1, self.model.head_dim)
+
+    def _heads(self, x: Tensor, name: str, part: str, rotary: tuple[Tensor, ...]) -> Tensor:
+        y = self._norm(self._project(x, name, part), f"{name}self_attn.{part}_norm.weight")
+        return rotate(y, rotary[0], rotary[1])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight(name), self.model.rms_norm_eps)
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
+
+
+@torch.no_grad()
+def initialise(module: HeadModule, target: Transformer, *, seed: int, warm: bool, tap_scale: float = 1.0) -> None:
+    """Set the first weights.
+
+    Random: normal matrices, norms at 1, the scorer's child rows at 0. `warm` copies the draft layers, the context's norm and the final
+    norm from the target's last layers, and starts every slot from the last tap (times `tap_scale`, its size in the residual stream):
+    the untrained head then predicts about what the target predicted one token earlier, with output geometry already in place.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config, model = module.config, module.model
+    for name in module.names:
+        tensor = module.weight(name)
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif tensor.ndim == 1 or name.endswith("markov_w2.weight"):
+            tensor.zero_()
+        elif name.endswith("markov_w1.weight"):
+            tensor.copy_(_compressed(module.embedding, config.rank))
+        else:
+            scale = 0.02 / math.sqrt(2 * model.num_layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            tensor.normal_(0.0, scale, generator=generator)
+    if config.direct:
+        module.weight("direct_proj.weight").mul_(0.1)
+    same_shape = target.config.hidden_size == model.hidden_size and target.config.num_layers >= model.num_layers
+    if warm and same_shape:
+        _warm_start(module, target, tap_scale)
+
+
+def _warm_start(module: HeadModule, target: Transformer, tap_scale: float) -> None:
+    model, hidden = module.model, module.model.hidden_size
+    first = target.config.num_layers - model.num_layers
+    for index in range(model.num_layers):
+        layer = target.source_layer(first + index)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            module.weight(f"layers.{index}.self_attn.{name}.weight").copy_(layer[f"self_attn.{name}.weight"])
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            module.weight(f"layers.{index}.mlp.{name}.weight").copy_(layer[f"mlp.{name}.weight"])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            module.weight(f"layers.{index}.{name}.weight").copy_(layer[f"{name}.weight"])
+    module.weight("norm.weight").copy_(target.norm)
+    module.weight("hidden_norm.weight").copy_(module.weight("layers.0.input_layernorm.weight"))
+    eye = torch.eye(hidden)
+    module.weight("fc.weight")[:, -hidden:].add_(eye)
+    if module.config.direct:
+        module.weight("direct_proj.weight")[:, -hidden:].add_(eye * tap_scale)
+
+
+def _compressed(table: Tensor, rank: int) -> Tensor:
+    """Rows of `table` [V, H] in its `rank` strongest directions, scaled to unit size: tokens that mean alike start alike."""
+    centred = table.float() - table.float().mean(0)
+    covariance = centred.T @ centred / centred.shape[0]
+    _, vectors = torch.linalg.eigh(covariance)
+    rows = centred @ vectors[:, -rank:]
+    return rows / rows.pow(2).mean().sqrt()

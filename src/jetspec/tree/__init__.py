@@ -1,0 +1,43 @@
+"""Draft trees: what a drafter proposes, and three ways to grow a tree of a given budget from it.
+
+Nothing here needs a model, transformers or torch; the attention mask of a tree, which does need torch, is in
+`jetspec.tree.mask`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jetspec.tree.beam import beam
+from jetspec.tree.best_first import best_first
+from jetspec.tree.chain import chain
+from jetspec.tree.draw import draw_segments, draw_tree
+from jetspec.tree.proposal import Children, EmptyProposal, MarginalProposal, MarkovProposal, Proposal, State
+from jetspec.tree.tree import Tree
+
+
+class Grow(Protocol):
+    """A builder: the root's token, what was drafted, and how many nodes to draft at most."""
+
+    def __call__(self, root_token: int, proposal: Proposal, budget: int) -> Tree: ...
+
+
+# The names that users choose from.
+GROW: dict[str, Grow] = {"best-first": best_first, "beam": beam, "chain": chain}
+
+__all__ = [
+    "GROW",
+    "Children",
+    "EmptyProposal",
+    "Grow",
+    "MarginalProposal",
+    "MarkovProposal",
+    "Proposal",
+    "State",
+    "Tree",
+    "beam",
+    "best_first",
+    "chain",
+    "draw_segments",
+    "draw_tree",
+]
