@@ -24,9 +24,10 @@ lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure the forward's cost and the speedup on this machine
+bench: $(STAMP) ## measure the forward's cost and the speedup here; results go to the README
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/speedup.py
+	$(BIN)/python benchmarks/table.py
 
 clean: ## remove caches and build outputs; .venv, data and runs stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -79,9 +79,10 @@ class Engine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop a request and give its memory back. Finished and unknown sequences are left alone."""
-        sequence.abort()
-        self._release(sequence)
+        """Stop a request and give its memory back; a finished one or another engine's is left alone."""
+        if any(sequence in group for group in (self._waiting, self._prefilling, self._running)):
+            sequence.abort()
+            self._release(sequence)
 
     @property
     def busy(self) -> bool:
@@ -116,8 +117,7 @@ class Engine:
                 yield from self.step()
         finally:
             for sequence in sequences:
-                if sequence.finished is None:
-                    self.abort(sequence)
+                self.abort(sequence)
 
     def generate(
         self, prompts: Iterable[Many[int]], sampling: Sampling | None = None, limits: Limits | None = None

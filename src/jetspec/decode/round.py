@@ -83,7 +83,8 @@ def decode_round(
             rows = [segment.start + node for node in path]
             drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
-            stats.record(tree.budget, tree.depth, len(path) - 1, len(emissions))
+            kept = sum(emission.kind == "accepted" for emission in emissions)  # what a stop cut off does not count
+            stats.record(tree.budget, tree.depth, kept, len(emissions))
             budget.record(s, tree, path)
             outcomes.append(Outcome(s, tree, path, emissions))
     return outcomes

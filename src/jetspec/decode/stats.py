@@ -18,7 +18,7 @@ class Stats:
     rounds      verified trees (target forwards, seen from one sequence)
     forwards    target forwards of the decode phase, whatever the batch
     nodes       drafted nodes that were verified, roots excluded
-    accepted    drafted tokens that were kept
+    accepted    drafted tokens that were emitted
     by_depth    by_depth[d] = [rounds that drafted depth d + 1 at all, rounds that accepted it]
     seconds     wall time per phase: prefill, draft, build, verify, commit
     """
@@ -54,8 +54,11 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward: mean(accepted) + 1, pooled over rounds. 0.0 before the first round."""
-        return self.accepted / self.rounds + 1.0 if self.rounds else 0.0
+        """Tokens per target forward, pooled over rounds: mean(accepted) + 1, less the bonus of a round that a stop cut short.
+
+        0.0 before the first round.
+        """
+        return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
     def decode_seconds(self) -> float:

@@ -1,7 +1,9 @@
-"""The head's layers at inference: taps become context once, slots run through a few layers, and logits come out per depth.
+"""The head's layers at inference: taps become context once, slots run through a few layers, and logits come
+out per depth.
 
-Context keys and values are projected once per committed token and kept in a cache of the head's own; a block's own rows never
-persist (methods.md sections 2.1 and 5.1). All sequences of a round go through one forward.
+Context keys and values are projected once per committed token and kept in a cache of the head's own; a
+block's own rows never persist (methods.md sections 2.1 and 5.1). All sequences of a round go through one
+forward.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _FLUSH_ROWS = 128  # taps kept back until the next draft; more (prefill) are pro
 
 
 def split_norm(x: Tensor, parts: int, eps: float) -> Tensor:
-    """Norm each of `parts` equal pieces of the last axis by itself, without weights: taps differ in scale by orders of magnitude."""
+    """Norm each of `parts` equal pieces of the last axis by itself, without weights: taps differ in scale
+    by orders of magnitude.
+    """
     pieces = x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
     return torch.nn.functional.rms_norm(pieces, (pieces.shape[-1],), None, eps).reshape(x.shape)
 
@@ -44,7 +48,9 @@ class Backbone:
         model = self.model
         self.fusion = Linear(weights["fc.weight"])
         context = [
-            weights[f"layers.{i}.self_attn.{part}_proj.weight"] for i in range(model.num_layers) for part in "kv"
+            weights[f"layers.{i}.self_attn.{part}_proj.weight"]
+            for i in range(model.num_layers)
+            for part in "kv"
         ]
         self.context = Linear(torch.cat(context))  # every layer's keys and values in one product
         self.layers = [Layer(model, index, weights, prefix="") for index in range(model.num_layers)]
@@ -58,7 +64,7 @@ class Backbone:
 
     def observe(self, key: int, taps: Tensor) -> None:
         """Newly committed rows [n, taps * H] of a sequence; the first call starts it."""
-        if key not in self.cache.keys():
+        if key not in self.cache.keys():  # noqa: SIM118 (not a dict)
             self.cache.add(key)
         parts = self._pending.setdefault(key, [])
         parts.append(taps)
@@ -70,7 +76,7 @@ class Backbone:
         """Forget a sequence."""
         self._pending.pop(key, None)
         self._last.pop(key, None)
-        if key in self.cache.keys():
+        if key in self.cache.keys():  # noqa: SIM118 (not a dict)
             self.cache.free(key)
 
     @torch.inference_mode()
@@ -78,10 +84,11 @@ class Backbone:
         """Draft one block per sequence.
 
         Returns:
-            hidden [B, D, H], the normed state of slots 1..D, and their logits [B, D, Vd] before any path scorer.
+            hidden [B, D, H], the normed state of slots 1..D, and their logits [B, D, Vd] before any path
+            scorer.
         """
         for key in keys:
-            if key not in self.cache.keys():  # a prompt of one token: no context yet
+            if key not in self.cache.keys():  # noqa: SIM118 (a prompt of one token has no context yet)
                 self.cache.add(key)
         self._project([key for key in keys if self._pending.get(key)])
         block = self.config.block_size
@@ -133,20 +140,26 @@ class Backbone:
             return
         model = self.model
         parts = [torch.cat(self._pending.pop(key)) for key in keys]
-        features = rms_norm(self.fusion(torch.cat(parts)), self.weights["hidden_norm.weight"], model.rms_norm_eps)
+        features = rms_norm(
+            self.fusion(torch.cat(parts)), self.weights["hidden_norm.weight"], model.rms_norm_eps
+        )
         rows = features.shape[0]
         both = self.context(features).view(rows, model.num_layers, 2, model.num_kv_heads, model.head_dim)
         starts = [self.cache.extend(key, part.shape[0]) for key, part in zip(keys, parts, strict=True)]
-        positions = [n for start, part in zip(starts, parts, strict=True) for n in range(start, start + part.shape[0])]
+        positions = [
+            n for start, part in zip(starts, parts, strict=True) for n in range(start, start + part.shape[0])
+        ]
         cos, sin = self.rotary.at(torch.tensor(positions, device=features.device), max(positions))
         for layer in self.layers:
             assert layer.k_norm is not None
             k = rotate(rms_norm(both[:, layer.index, 0], layer.k_norm, model.rms_norm_eps), cos, sin)
-            stored = torch.stack([k, both[:, layer.index, 1]]).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
+            v = both[:, layer.index, 1]
+            stored = torch.stack([k, v]).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
             row = 0
             for key, start, part in zip(keys, starts, parts, strict=True):
                 count = part.shape[0]
-                self.cache.rows(key, layer.index)[:, :, start : start + count] = stored[:, :, row : row + count]
+                own = stored[:, :, row : row + count]
+                self.cache.rows(key, layer.index)[:, :, start : start + count] = own
                 row += count
         for key, part in zip(keys, parts, strict=True):
             self.cache.keep(key, range(part.shape[0]))

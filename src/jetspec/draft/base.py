@@ -1,6 +1,7 @@
 """What a drafter promises to the round.
 
-A drafter sees only committed tokens and the target's taps at them. What it proposes can cost time, but never change text.
+A drafter sees only committed tokens and the target's taps at them. What it proposes can cost time, but
+never change text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from jetspec.tree.proposal import Proposal
 
 
 class Drafter(Protocol):
-    """Proposes continuations of sequences; one instance serves any number of them at once, told apart by `Sequence.id`."""
+    """Proposes continuations of sequences; one instance serves any number of them at once, told apart by
+    `Sequence.id`.
+    """
 
     name: str
 
@@ -30,11 +33,15 @@ class Drafter(Protocol):
         ...
 
     def observe(self, key: int, taps: Tensor | None, hidden: Tensor | None) -> None:
-        """Newly committed rows of sequence `key`, in order: taps [n, taps * H], hidden [n, H]. First call starts the sequence."""
+        """Newly committed rows of sequence `key`, in order: taps [n, taps * H], hidden [n, H]. First call
+        starts the sequence.
+        """
         ...
 
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
-        """One proposal per sequence, all from one draft forward. The rows before each root have been observed."""
+        """One proposal per sequence, all from one draft forward. The rows before each root have been
+        observed.
+        """
         ...
 
     def free(self, key: int) -> None:

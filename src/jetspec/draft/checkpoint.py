@@ -1,4 +1,6 @@
-"""Draft heads on disk: a folder with `config.json` and `model.safetensors`, read strictly and written atomically."""
+"""Draft heads on disk: a folder with `config.json` and `model.safetensors`, read strictly and written
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,15 +39,19 @@ class Head:
 def load_head(folder: Path) -> Head:
     """Read a head folder.
 
-    Raises HeadError naming what is wrong: no folder, a pickle instead of safetensors, a truncated file, a missing, unexpected or
-    misshaped tensor, a value that is not finite.
+    Raises HeadError naming what is wrong: no folder, a pickle instead of safetensors, a truncated file, a
+    missing, unexpected or misshaped tensor, a value that is not finite.
     """
     if not folder.is_dir():
-        raise HeadError(f"the head folder {folder} does not exist; give a folder with config.json and {WEIGHTS}")
+        raise HeadError(
+            f"the head folder {folder} does not exist; give a folder with config.json and {WEIGHTS}"
+        )
     try:
         values = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise HeadError(f"{folder / 'config.json'} cannot be read ({error}); give the folder of a draft head") from None
+        raise HeadError(
+            f"{folder / 'config.json'} cannot be read ({error}); give the folder of a draft head"
+        ) from None
     config = HeadConfig.from_dict(values)
     tensors = _read_tensors(folder)
     vocab = tensors.pop(DRAFT_VOCAB, None)
@@ -58,7 +65,9 @@ def save_head(folder: Path, head: Head, dtype: torch.dtype = torch.float16) -> N
     """Write a head folder; each file appears whole or not at all. Raises StorageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.weights.items()}
+        tensors = {
+            name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.weights.items()
+        }
         if head.vocab is not None:
             tensors[DRAFT_VOCAB] = head.vocab.to("cpu", torch.int64).contiguous()
         save_file(tensors, folder / (WEIGHTS + ".tmp"), metadata={"format": "pt"})
@@ -68,8 +77,10 @@ def save_head(folder: Path, head: Head, dtype: torch.dtype = torch.float16) -> N
         (folder / "config.json.tmp").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
         for name in (WEIGHTS, "config.json"):
             os.replace(folder / (name + ".tmp"), folder / name)
-    except OSError as error:
-        raise StorageError(f"the head cannot be written to {folder}: {error.strerror or error}; free space or choose another folder") from None
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"the head cannot be written to {folder} ({error}); free space or choose another folder"
+        ) from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -78,7 +89,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         pickles = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if pickles:
             raise HeadError(
-                f"{folder} holds only {pickles[0]}, a pickle, which could run code when read; convert it to {WEIGHTS} first"
+                f"{folder} holds only {pickles[0]}, a pickle, which could run code when read; "
+                f"convert it to {WEIGHTS} first"
             )
         raise HeadError(f"{folder} has no {WEIGHTS}; give the folder of a draft head")
     try:
@@ -92,7 +104,10 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor], folder: Path)
     missing = [name for name in shapes if name not in tensors]
     unexpected = [name for name in tensors if name not in shapes]
     if missing or unexpected:
-        parts = [f"lacks {missing[0]}" if missing else "", f"holds an unexpected {unexpected[0]}" if unexpected else ""]
+        parts = [
+            f"lacks {missing[0]}" if missing else "",
+            f"holds an unexpected {unexpected[0]}" if unexpected else "",
+        ]
         more = len(missing) + len(unexpected) - sum(bool(part) for part in parts)
         raise HeadError(
             f"{folder / WEIGHTS} {' and '.join(part for part in parts if part)}"
@@ -103,7 +118,9 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor], folder: Path)
         if found != shape:
             raise HeadError(f"{name} has shape {list(found)}, but config.json asks for {list(shape)}")
         if not bool(torch.isfinite(tensors[name]).all()):
-            raise HeadError(f"{name} holds values that are not finite; the head is damaged, fetch or train it again")
+            raise HeadError(
+                f"{name} holds values that are not finite; the head is damaged, fetch or train it again"
+            )
 
 
 def _check_vocab(vocab: Tensor, config: HeadConfig) -> None:

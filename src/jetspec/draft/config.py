@@ -1,14 +1,16 @@
 """What a draft head is: the shape of its layers, its block, its taps, and which optional parts it has.
 
-Read from and written to the public DFlash/JetSpec `config.json` (formats.md section 2) plus one object `jet` for what that format
-cannot say. Where two keys say the same thing they must agree: a silent disagreement shows only as low acceptance.
+Read from and written to the public DFlash/JetSpec `config.json` (formats.md section 2) plus one object
+`jet` for what that format cannot say. Where two keys say the same thing they must agree: a silent
+disagreement shows only as low acceptance.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jetspec.draft.config_keys import agree, causal, rope_values, whole, window_values
 from jetspec.errors import HeadError, ModelError
 from jetspec.target.config import ModelConfig
 
@@ -17,12 +19,13 @@ SCORERS = ("none", "vanilla", "gated")
 
 
 def default_tap_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Layers to tap in a target of `num_layers`, by the rule of the DFlash code (methods.md section 2.1); fewer in tiny targets.
+    """Layers to tap in a target of `num_layers`, by the rule of the DFlash code (methods.md section 2.1);
+    fewer in tiny targets.
 
     The last layer is never among them: its output is normed in other implementations.
     """
     if num_layers < 5 or count == 1:
-        return (num_layers // 2,) if num_layers > 1 else (0,)
+        return (max(0, min(num_layers // 2, num_layers - 2)),)
     last = num_layers - 3
     count = min(count, last)
     return tuple(dict.fromkeys(round(1 + i * (last - 1) / (count - 1)) for i in range(count)))
@@ -30,7 +33,8 @@ def default_tap_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head in the in-place alignment: slot k of a block predicts the token at root + k; slot 0 is the root itself.
+    """A draft head in the in-place alignment: slot k of a block predicts the token at root + k; slot 0 is
+    the root itself.
 
     model          shape of the draft layers (Qwen3 style: QK-norm, no biases)
     block_size     slots per block, root included; depth = block_size - 1
@@ -40,7 +44,8 @@ class HeadConfig:
     causal         slots see only earlier slots of their block (JetSpec) or all of them (DFlash)
     direct         every slot also gets one linear map of the root's embedding and the last taps
     slot_embedding every slot also gets a learned vector of its own
-    scorer         what a child's log-prob knows of its parent's token: "none", "vanilla" or "gated" (DSpark's names)
+    scorer         what a child's log-prob knows of its parent's token: "none", "vanilla" or "gated"
+                   (DSpark's names)
     rank           of the scorer; 0 with "none"
     """
 
@@ -65,12 +70,57 @@ class HeadConfig:
         if list(self.taps) != sorted(set(self.taps)) or not self.taps:
             raise HeadError(f"target_layer_ids {list(self.taps)} must be strictly increasing")
         if self.taps[-1] > max(0, self.target_layers - 2) or self.taps[0] < 0:
+            last = max(0, self.target_layers - 2)
             raise HeadError(
-                f"target_layer_ids {list(self.taps)} must lie in 0..{self.target_layers - 2} for a target of {self.target_layers} layers: "
-                "ids count layer OUTPUTS from 0, and the last layer is not allowed"
+                f"target_layer_ids {list(self.taps)} must lie in 0..{last} for {self.target_layers} layers: "
+                "ids count layer OUTPUTS from 0, and the last layer of the target is not allowed"
             )
         if not 0 <= self.mask_token_id < self.model.vocab_size:
-            raise HeadError(f"mask_token_id {self.mask_token_id} lies outside the vocabulary of {self.model.vocab_size}")
+            raise HeadError(
+                f"mask_token_id {self.mask_token_id} lies outside the vocabulary of {self.model.vocab_size}"
+            )
+
+    @staticmethod
+    def for_target(
+        target: ModelConfig,
+        *,
+        layers: int = 2,
+        block_size: int = 8,
+        taps: tuple[int, ...] | None = None,
+        mask_token_id: int,
+        causal: bool = True,
+        direct: bool = True,
+        slot_embedding: bool = True,
+        scorer: str = "gated",
+        rank: int = 64,
+    ) -> HeadConfig:
+        """A head with the target's own widths. `taps` None follows `default_tap_layers`."""
+        model = replace(
+            target,
+            family="qwen3",
+            num_layers=layers,
+            tie_embeddings=False,
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            windows=(None,) * layers,
+            moe=None,
+            eos_ids=frozenset(),
+        )
+        taps = taps if taps is not None else default_tap_layers(target.num_layers)
+        return HeadConfig(
+            model,
+            block_size,
+            taps,
+            mask_token_id,
+            target.num_layers,
+            causal,
+            direct,
+            slot_embedding,
+            scorer,
+            rank,
+        )
 
     @property
     def depth(self) -> int:
@@ -78,10 +128,16 @@ class HeadConfig:
         return self.block_size - 1
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of such a head, the public ones first (a draft vocabulary is optional and not listed)."""
+        """Name and shape of every tensor of such a head, the public ones first (a draft vocabulary is
+        optional and not listed).
+        """
         m = self.model
-        h, heads, kv, ffn = m.hidden_size, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim, m.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, len(self.taps) * h), "hidden_norm.weight": (h,)}
+        h, ffn = m.hidden_size, m.intermediate_size
+        heads, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (h, len(self.taps) * h),
+            "hidden_norm.weight": (h,),
+        }
         for i in range(m.num_layers):
             layer = f"layers.{i}."
             shapes[layer + "input_layernorm.weight"] = (h,)
@@ -123,11 +179,11 @@ class HeadConfig:
             "head_dim": m.head_dim,
             "vocab_size": m.vocab_size,
             "rms_norm_eps": m.rms_norm_eps,
-            "rope_theta": m.rope.theta,
+            **rope_values(m.rope),
             "max_position_embeddings": m.max_positions,
             "hidden_act": "silu",
             "attention_bias": False,
-            "use_sliding_window": False,
+            **window_values(m),
             "tie_word_embeddings": False,
             "block_size": self.block_size,
             "num_target_layers": self.target_layers,
@@ -155,53 +211,51 @@ class HeadConfig:
     def from_dict(values: dict[str, Any]) -> HeadConfig:
         """Read a public or own `config.json`.
 
-        Raises HeadError for a missing key, for keys that contradict each other, and for heads of another kind.
+        Raises HeadError for a missing key, for keys that contradict each other, and for heads of another
+        kind.
         """
-        inner = values.get("dflash_config")
+        inner = values.get("dflash_config") if isinstance(values, dict) else None
         if not isinstance(inner, dict):
-            raise HeadError("config.json has no dflash_config, so this is not a DFlash/JetSpec head; give the folder of one")
+            raise HeadError(
+                "config.json has no dflash_config, so this is not a DFlash/JetSpec head; "
+                "give the folder of one"
+            )
         jet = values.get("jet") or {}
-        if jet.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
-            raise HeadError(f"the head was written in format {jet['format_version']}, this version reads up to {FORMAT_VERSION}; upgrade jetspec")
+        if not isinstance(jet, dict):
+            raise HeadError(f"config.json: jet is {jet!r}; valid: an object")
+        if whole("jet.format_version", jet.get("format_version", FORMAT_VERSION)) > FORMAT_VERSION:
+            raise HeadError(
+                f"the head was written in format {jet['format_version']}, this version reads up to "
+                f"{FORMAT_VERSION}; upgrade jetspec"
+            )
         if jet.get("alignment", "in_place") != "in_place" or any(
-            values.get(key) or inner.get(key) for key in ("shift_label", "draft_shift", "sample_from_anchor")
+            values.get(key) or inner.get(key)
+            for key in ("shift_label", "draft_shift", "sample_from_anchor", "dspark_bonus_anchor")
         ):
-            raise HeadError("the head is trained in the shifted alignment (DSpark), which this drafter cannot run; valid: in_place")
+            raise HeadError(
+                "the head is trained in the shifted alignment (DSpark), which this drafter cannot run; "
+                "valid: in_place"
+            )
         try:
             model = ModelConfig.from_dict({**values, "model_type": "qwen3", "architectures": None})
         except ModelError as error:
             raise HeadError(f"the head's {error}") from None
-        taps = _agree("target_layer_ids", inner.get("target_layer_ids"), values.get("target_layer_ids"))
+        taps = agree("target_layer_ids", inner.get("target_layer_ids"), values.get("target_layer_ids"))
+        if not isinstance(taps, list):
+            raise HeadError(f"config.json: target_layer_ids is {taps!r}; valid: a list of layer numbers")
+
+        def number(key: str) -> int:
+            return whole(key, agree(key, values.get(key), inner.get(key)))
+
         return HeadConfig(
             model=model,
-            block_size=int(_agree("block_size", values.get("block_size"), inner.get("block_size"))),
-            taps=tuple(int(n) for n in taps),
-            mask_token_id=int(_agree("mask_token_id", inner.get("mask_token_id"), values.get("mask_token_id"))),
-            target_layers=int(_agree("num_target_layers", values.get("num_target_layers"), inner.get("num_target_layers"))),
-            causal=_causal(values, inner, jet),
+            block_size=number("block_size"),
+            taps=tuple(whole("target_layer_ids", n) for n in taps),
+            mask_token_id=number("mask_token_id"),
+            target_layers=number("num_target_layers"),
+            causal=causal(values, inner, jet),
             direct=bool(jet.get("direct", False)),
             slot_embedding=bool(jet.get("slot_embedding", False)),
             scorer=str(jet.get("head_type", "none")),
-            rank=int(jet.get("rank", 0)),
+            rank=whole("jet.rank", jet.get("rank", 0)),
         )
-
-
-def _agree(key: str, *found: Any) -> Any:
-    """The one value that the given places hold. Raises HeadError if none does or if two differ."""
-    present = [value for value in found if value is not None]
-    if not present:
-        raise HeadError(f"config.json lacks {key}, without which the head cannot be run")
-    if any(value != present[0] for value in present):
-        raise HeadError(f"config.json names {key} twice, as {present[0]} and {present[1]}; correct one of them")
-    return present[0]
-
-
-def _causal(values: dict[str, Any], inner: dict[str, Any], jet: dict[str, Any]) -> bool:
-    """Causality from all the keys that writers use (formats.md section 2.1); without any, DFlash's bidirectional mask."""
-    mask = jet.get("mask")
-    if mask not in (None, "causal", "bidirectional"):
-        raise HeadError(f"jet.mask is {mask!r}; valid: causal, bidirectional")
-    found = [values.get("is_causal"), inner.get("causal"), inner.get("causal_head"), None if mask is None else mask == "causal"]
-    if all(value is None for value in found):
-        return False
-    return bool(_agree("the causal mask", *found))

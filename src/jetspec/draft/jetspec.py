@@ -1,4 +1,4 @@
-"""The block drafter: one forward of a small head drafts every depth of the tree (JetSpec, arXiv 2606.18394)."""
+"""The block drafter: one forward of a small head drafts every depth of a tree (JetSpec, arXiv 2606.18394)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jetspec.draft.backbone import Backbone
 from jetspec.draft.checkpoint import Head
-from jetspec.draft.path_scorer import MarkovScorer, Marginals
+from jetspec.draft.path_scorer import Marginals, MarkovScorer
 from jetspec.errors import HeadError
 from jetspec.sequence import Sequence
 from jetspec.target.target import Target
@@ -75,5 +75,6 @@ def check_fits(head: Head, target: Target) -> None:
     recorded = (head.manifest.get("target") or {}).get("tokenizer_hash")
     if recorded and recorded != target.tokenizer.hash:
         raise HeadError(
-            f"the head was trained with another tokenizer than that of {target.name}; give a head trained for this target, or --head off"
+            f"the head was trained with another tokenizer than that of {target.name}; "
+            "give a head trained for this target, or --head off"
         )

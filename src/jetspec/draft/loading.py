@@ -19,8 +19,8 @@ _STUB_DEPTH = 6
 def load_drafter(head: str | Path, target: Target) -> Drafter:
     """The drafter that `head` names.
 
-    head: "auto" (the head packaged for this target, or none if there is none), "off", a stub ("random", "echo", "decoy"), or the
-    folder of a head.
+    head: "auto" (the head packaged for this target, or none if there is none), "off", a stub ("random",
+    "echo", "decoy"), or the folder of a head.
 
     Raises HeadError if the name is unknown, or the head cannot be read or belongs to another target.
     """

@@ -1,8 +1,8 @@
 """From one forward's logits to a proposal whose children know their parent's token.
 
-The backbone gives every depth one distribution, whatever the parent is. The scorer adds a low-rank term of the parent's token
-(DSpark's Markov head, arXiv 2607.05147; `methods.md` section 7.2), evaluated only between each depth's candidates, so a tree of
-any shape costs one small batched product.
+The backbone gives every depth one distribution, whatever the parent is. The scorer adds a low-rank term of
+the parent's token (DSpark's Markov head, arXiv 2607.05147; `methods.md` section 7.2), evaluated only
+between each depth's candidates, so a tree of any shape costs one small batched product.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ class Marginals:
 
 
 class MarkovScorer:
-    """log q(child | parent, context) = log softmax of U_k(child) + W2[child] . (gate * W1[parent]) over a depth's candidates.
+    """log q(child | parent): softmax of U_k(child) + W2[child] . (gate * W1[parent]) over the candidates.
 
-    `vanilla` has no gate; `gated` computes it from the slot's state and the parent. The normaliser runs over the candidates, times
-    the share of the whole vocabulary that they cover under the expected parent; an exact one would need every parent's full row.
+    `vanilla` has no gate; `gated` computes it from the slot's state and the parent. The normaliser runs
+    over the candidates, times the share of the whole vocabulary that they cover under the expected parent;
+    an exact one would need every parent's full row.
     """
 
     def __init__(self, head: Head, vocab: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        weights = {name: tensor.to(device, dtype) for name, tensor in head.weights.items() if name.startswith("markov_head.")}
+        weights = {
+            name: tensor.to(device, dtype)
+            for name, tensor in head.weights.items()
+            if name.startswith("markov_head.")
+        }
         self.vocab = vocab
         self.parent_rows = weights["markov_head.markov_w1.weight"]  # [V, r], by token id
         self.child_rows = weights["markov_head.markov_w2.weight"][vocab]  # [Vd, r]
@@ -49,11 +54,11 @@ class MarkovScorer:
     @torch.inference_mode()
     def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
         """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
-        batch, depth, width = logits.shape
+        width = logits.shape[-1]
         gates = self._state_gate(hidden)  # [B, D, 1, r] or None
         root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
         base = logits.float()
-        # The expected parent of each depth: the root for the first, else the likely tokens of the depth before.
+        # The expected parent of each depth: the root for the first, else likely tokens of the depth before.
         likely, place = base[:, :-1].topk(min(_PARENTS, width), dim=-1)  # [B, D-1, P]
         parents = self.parent_rows[self.vocab[place]]  # [B, D-1, P, r]
         shares = likely.softmax(-1).unsqueeze(-1).to(parents.dtype)
@@ -66,7 +71,8 @@ class MarkovScorer:
         candidates = self.vocab[index]  # [B, D, K]
         children = self.child_rows[index[:, 1:]]  # [B, D-1, K, r]
         rows = self.parent_rows[candidates[:, :-1]]  # [B, D-1, K, r]
-        bias = self._gated(rows, None if gates is None else gates[:, 1:]) @ children.transpose(-1, -2)  # [B, D-1, K, K]
+        later_gates = None if gates is None else gates[:, 1:]
+        bias = self._gated(rows, later_gates) @ children.transpose(-1, -2)  # [B, D-1, K, K]
         scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + bias.float()
         conditional = scores.log_softmax(-1) + cover[:, 1:, None, None]
         tokens, first, table = candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy()

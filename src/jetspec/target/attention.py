@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jetspec.target.cache import KVCache
+from jetspec.target.native_attention import native_segments
 from jetspec.target.plan import Plan, Segment
 
 
@@ -22,10 +23,19 @@ class Visibility:
 
     def __init__(self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype) -> None:
         self._groups, self._window, self._dtype = groups, window, dtype
-        self._bias = [self._segment(segment, cache, plan.positions) for segment in plan.segments]
+        self._plan, self._cache = plan, cache
+        self._bias: list[Tensor | None] | None = None
+        limited = window is not None and any(cache.length(s.key) + s.count > window for s in plan.segments)
+        self.native = None if limited else native_segments(plan, cache)
+
+    def prepare(self) -> None:
+        """Build the masks; not needed where the native kernel runs."""
+        if self._bias is None:
+            self._bias = [self._segment(s, self._cache, self._plan.positions) for s in self._plan.segments]
 
     def add_to(self, index: int, scores: Tensor) -> Tensor:
         """Hide in scores [kv_heads, groups * m, S] what the rows of segment `index` may not see. Works in place."""
+        assert self._bias is not None
         bias = self._bias[index]
         if bias is not None:
             scores[:, :, -bias.shape[1] :] += bias
@@ -34,17 +44,19 @@ class Visibility:
     def _segment(self, segment: Segment, cache: KVCache, positions: Tensor) -> Tensor | None:
         count, device = segment.count, cache.device
         committed = cache.length(segment.key)
-        limited = self._window is not None and committed + count > self._window
-        if count == 1 and not limited:
+        window = self._window
+        if window is not None and committed + count <= window:
+            window = None  # wide enough for every row
+        if count == 1 and window is None:
             return None
         visible = segment.mask
         if visible is None:
             visible = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        if limited:
+        if window is not None:
             own = positions[segment.start : segment.start + count]
             keys = torch.cat([torch.arange(committed, device=device), own])
             seen = torch.cat([torch.ones(count, committed, dtype=torch.bool, device=device), visible], dim=1)
-            visible = seen & (own[:, None] - keys[None, :] < self._window)
+            visible = seen & (own[:, None] - keys[None, :] < window)
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
         return bias.repeat(self._groups, 1)  # [groups * m, visible columns]
 
@@ -57,6 +69,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, layer: i
     Returns:
         [M, heads * head_dim].
     """
+    if visibility.native is not None:
+        return visibility.native.attend(q, k, v, layer)
+    visibility.prepare()
     total, heads, dim = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads

@@ -88,7 +88,8 @@ class KVCache:
         """
         block = self._blocks[key]
         count = len(path)
-        assert count <= block.pending and all(a < b for a, b in zip(path, path[1:], strict=False)), path
+        assert all(a < b for a, b in zip(path, path[1:], strict=False)), path
+        assert not count or (path[0] >= 0 and path[-1] < block.pending), (path, block.pending)
         if count and path[-1] != count - 1:  # not already in place
             gap = next(i for i, node in enumerate(path) if node != i)
             source = torch.tensor(path[gap:], device=self.device) + block.length

@@ -88,5 +88,7 @@ def chunk(parts: Iterable[tuple[int, Sequence[int]]], cache: KVCache, *, logits:
 
 
 def _plan(ids: list[int], positions: list[int], segments: list[Segment], cache: KVCache) -> Plan:
+    assert len({segment.key for segment in segments}) == len(segments), "a sequence may appear once in a plan"
+    assert all(segment.count for segment in segments), "a segment needs at least one row"
     device = cache.device
     return Plan(torch.tensor(ids, device=device), torch.tensor(positions, device=device), tuple(segments))

@@ -48,6 +48,12 @@ class Tokenizer:
         """Whether `chat` can be used."""
         return self._template is not None
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are marked as special: text that a model writes does not show them."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens (such as a start token) that the tokenizer adds."""
         return self._encode(text, special=True)

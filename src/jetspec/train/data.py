@@ -1,11 +1,13 @@
 """Batches for training: which answers, which anchors, and what each slot is to learn.
 
-A batch is a pure function of (data, seed, step), so a resumed run sees exactly what an uninterrupted one would have seen.
+A batch is a pure function of (data, seed, step), so a resumed run sees exactly what an uninterrupted one
+would have seen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from jetspec.errors import DataError
-from jetspec.train.features import shard_paths, shard_taps
+from jetspec.train.features import shard_columns, shard_paths, shard_taps
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,37 @@ class Entry:
 
 
 class Corpus:
-    """All answers in some folders, indexed; features are read from memory-mapped shards when a batch needs them.
+    """All answers in some folders, indexed; features are read from memory-mapped shards when a batch needs
+    them.
 
-    Every `holdout`-th answer is kept for validation, by its place in the data, so the split does not depend on a seed.
+    Every `holdout`-th answer is kept for validation, by its place in the data, so the split does not depend
+    on a seed.
 
-    Raises DataError if there are no answers, if shards hold different taps, or if a shard is damaged.
+    shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
+    with, though more have been written since.
+
+    Raises DataError if there are no answers, if shards hold different taps, or if a shard is damaged or gone.
     """
 
-    def __init__(self, folders: Many[Path], holdout: int = 25) -> None:
-        paths = [path for folder in folders for path in shard_paths(folder)]
+    def __init__(self, folders: Many[Path], holdout: int = 25, shards: Many[int] | None = None) -> None:
+        found = [shard_paths(folder) for folder in folders]
+        if shards is not None:
+            if len(shards) != len(found) or any(
+                len(have) < count for have, count in zip(found, shards, strict=True)
+            ):
+                raise DataError(
+                    "answers that the run began with are gone; give the same folders, or start in another one"
+                )
+            found = [have[:count] for have, count in zip(found, shards, strict=True)]
+        self.shards = [len(have) for have in found]
+        paths = [path for have in found for path in have]
         if not paths:
             raise DataError(f"no answers in {', '.join(map(str, folders))}; run `jetspec answers` first")
         self.taps = shard_taps(paths[0])
         if any(shard_taps(path) != self.taps for path in paths):
-            raise DataError("the answer folders hold different taps; train from folders made with the same ones")
+            raise DataError(
+                "the answer folders hold different taps; train from folders made with the same ones"
+            )
         entries = [entry for path in paths for entry in _index(path)]
         usable = [entry for entry in entries if entry.length - entry.prompt_len >= 2]
         self.training = [entry for n, entry in enumerate(usable) if n % holdout]
@@ -78,10 +97,8 @@ class Corpus:
 
 
 def _index(path: Path) -> list[Entry]:
-    with safe_open(path, framework="pt") as file:
-        lengths = file.get_tensor("lengths").tolist()
-        prompt_lens = file.get_tensor("prompt_lens").tolist()
-        temperatures = file.get_tensor("temperatures").tolist()
+    names = ("lengths", "prompt_lens", "temperatures")
+    lengths, prompt_lens, temperatures = (column.tolist() for column in shard_columns(path, *names))
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     return [Entry(path, *row) for row in zip(starts, lengths, prompt_lens, temperatures, strict=True)]
 
@@ -99,11 +116,12 @@ def _rows(entry: Entry, name: str) -> Tensor:
 class Batch:
     """n answers with A anchors each; D slots per anchor are supervised.
 
-    An anchor a is the position of a root: context is every row before it, slot k stands at a + k and learns token a + k.
+    An anchor a is the position of a root: context is every row before it, slot k stands at a + k and learns
+    token a + k.
 
     taps [n, T, taps * H], zero-padded; anchors [n, A]; roots [n, A]; last_taps [n, A, taps * H], row a - 1;
-    parents [n, A, D], token a + k - 1; teacher [U, H], states that give the laws to learn; teacher_row [n, A, D] into it;
-    weight [n, A, D], 0 where the answer has ended.
+    parents [n, A, D], token a + k - 1; teacher [U, H], states that give the laws to learn; teacher_row [n,
+    A, D] into it; weight [n, A, D], 0 where the answer has ended.
     """
 
     taps: Tensor
@@ -151,18 +169,20 @@ def make_batch(corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: T
     )
 
 
-def batch_at(
-    corpus: Corpus, step: int, *, seed: int, answers: int, anchors: int, weights: Tensor
-) -> Batch:
-    """The batch of a training step: the next `answers` of this epoch's order, `anchors` random roots in each.
+def batches_at(
+    corpus: Corpus, step: int, *, seed: int, answers: int, anchors: int, weights: Tensor, part: int
+) -> Iterator[Batch]:
+    """The batch of a training step, in parts of `part` answers: the next `answers` of this epoch's order,
+    `anchors` roots in each.
 
-    Anchors are drawn without replacement as far as an answer has enough of them.
+    Anchors are drawn at random, without replacement as far as an answer has enough of them. Answers of like
+    length share a part, to save padding.
     """
     per_epoch = max(1, len(corpus.training) // answers)
     epoch, place = divmod(step, per_epoch)
     order = torch.randperm(len(corpus.training), generator=_generator(seed, epoch, 0))
     chosen = order[place * answers : (place + 1) * answers].tolist()
-    entries = [corpus.training[n] for n in chosen]
+    entries = sorted((corpus.training[n] for n in chosen), key=lambda entry: entry.length)
     generator = _generator(seed, step, 1)
     drawn = []
     for entry in entries:
@@ -170,7 +190,9 @@ def batch_at(
         rounds = -(-anchors // count)
         picks = torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])[:anchors]
         drawn.append(first + picks)
-    return make_batch(corpus, entries, torch.stack(drawn), weights)
+    for first in range(0, len(entries), part):
+        rows = slice(first, first + part)
+        yield make_batch(corpus, entries[rows], torch.stack(drawn[rows]), weights)
 
 
 def _generator(seed: int, number: int, stream: int) -> torch.Generator:

@@ -1,7 +1,7 @@
 """What a head is trained on: the target's taps and last states at every token of its own answers.
 
-Features are recorded while the target writes the answers, so no second pass over the text is needed. They are kept as float16
-shards: one row per token, about 7 kB for the default target.
+Features are recorded while the target writes the answers, so no second pass over the text is needed. They
+are kept as float16 shards: one row per token, about 7 kB for the default target.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jetspec.errors import DataError
+from jetspec.errors import DataError, StorageError
 from jetspec.sequence import Sequence
 from jetspec.tree.proposal import EmptyProposal, Proposal
 
@@ -27,10 +27,11 @@ SHARD_PREFIX = "features-"
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with the target's answer. Row t of taps and hidden belongs to token t; the last row is zero (never computed).
+    """One prompt with the target's answer. Row t of taps and hidden belongs to token t; the last row is
+    zero (never computed).
 
-    tokens [n] int64; taps [n, taps * H] and hidden [n, H] float16; hidden[t], after the final norm, gives the target's law of
-    token t + 1.
+    tokens [n] int64; taps [n, taps * H] and hidden [n, H] float16; hidden[t], after the final norm, gives
+    the target's law of token t + 1.
     """
 
     prompt: int  # number of the prompt in its file
@@ -47,7 +48,9 @@ class Sample:
 
 
 class Recorder:
-    """A drafter that proposes nothing and remembers every committed row; `take` hands the rows of a finished sequence over."""
+    """A drafter that proposes nothing and remembers every committed row; `take` hands the rows of a
+    finished sequence over.
+    """
 
     name = "recorder"
     needs_hidden = True
@@ -103,8 +106,13 @@ def write_shard(folder: Path, number: int, samples: Many[Sample], taps: tuple[in
         "hidden": torch.cat([sample.hidden for sample in samples]),
     }
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"taps": json.dumps(taps)})
-    os.replace(temporary, path)
+    try:
+        save_file(tensors, temporary, metadata={"taps": json.dumps(taps)})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"answers cannot be written to {folder} ({error}); free space, then run again"
+        ) from None
     return path
 
 
@@ -113,10 +121,26 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob(SHARD_PREFIX + "*.safetensors"))
 
 
+def next_shard(folder: Path) -> int:
+    """A number behind all shards of a folder; one that was deleted is not filled, lest another be
+    overwritten.
+    """
+    numbers = [path.stem.removeprefix(SHARD_PREFIX) for path in shard_paths(folder)]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+
+
 def shard_prompts(path: Path) -> list[int]:
     """Which prompts a shard answers, without reading its features."""
+    return [int(n) for n in shard_columns(path, "prompts")[0]]
+
+
+def shard_columns(path: Path, *names: str) -> list[Tensor]:
+    """Some tensors of a shard. Raises DataError if it lacks one."""
     with _open(path) as file:
-        return [int(n) for n in file.get_tensor("prompts")]
+        try:
+            return [file.get_tensor(name) for name in names]
+        except SafetensorError as error:
+            raise DataError(f"{path} is not a feature shard ({error}); delete it and run again") from None
 
 
 def read_shard(path: Path) -> Iterator[Sample]:
@@ -140,7 +164,9 @@ def read_shard(path: Path) -> Iterator[Sample]:
                     hidden=columns["hidden"][rows],
                 )
         except KeyError as error:
-            raise DataError(f"{path} is not a feature shard: {error} is missing; delete it and run again") from None
+            raise DataError(
+                f"{path} is not a feature shard: {error} is missing; delete it and run again"
+            ) from None
 
 
 def shard_taps(path: Path) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Forward KL from the target's law to the head's, over the draft vocabulary, without ever holding all logits.
 
-`reference_kl` says what is computed; `fused_kl` computes the same value and gradients chunk by chunk with the closed-form gradient
-q - p, so memory is chunk x Vd whatever the batch is (methods.md sections 5.2 and 11).
+`reference_kl` says what is computed; `fused_kl` computes the same value and gradients chunk by chunk with
+the closed-form gradient q - p, so memory is chunk x Vd whatever the batch is (methods.md sections 5.2, 11).
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache
 
 
 class KLResult(NamedTuple):
-    """loss: weighted mean over rows; per_row [R]: KL of each row in nats; agree [R]: whether both laws have the same top token."""
+    """loss: weighted mean over rows; per_row [R]: KL of each row in nats; agree [R]: same top token in both
+    laws.
+
+    `fused_kl` leaves rows of weight 0 out: their per_row is 0 and agree False.
+    """
 
     loss: Tensor
     per_row: Tensor
@@ -58,14 +62,24 @@ def fused_kl(
     teacher: Tensor,
     teacher_row: Tensor,
     weight: Tensor,
+    total: float | None = None,
 ) -> KLResult:
-    """The same value and gradients as `reference_kl`, chunked. Arguments as there."""
-    loss, per_row, agree = _FusedKL.apply(hidden, terms, child_rows, output, teacher, teacher_row, weight)
+    """The same value and gradients as `reference_kl`, chunked. Arguments as there.
+
+    total: divide by this instead of the sum of `weight`, so that the parts of a batch add up to the loss of
+    the whole.
+    """
+    share = weight / (weight.sum() if total is None else total)
+    loss, per_row, agree = _FusedKL.apply(  # type: ignore[no-untyped-call]
+        hidden, terms, child_rows, output, teacher, teacher_row, share
+    )
     return KLResult(loss, per_row, agree)
 
 
 class _FusedKL(torch.autograd.Function):
-    """Gradients are computed in the forward pass, while a chunk's logits are at hand, and only scaled in the backward pass."""
+    """Gradients are computed in the forward pass, while a chunk's logits are at hand, and only scaled in
+    the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -76,26 +90,24 @@ class _FusedKL(torch.autograd.Function):
         output: Tensor,
         teacher: Tensor,
         teacher_row: Tensor,
-        weight: Tensor,
+        share: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        share = weight / weight.sum()
-        used, place = teacher_row.unique(return_inverse=True)
-        log_p_all = torch.cat([(part @ output.T).log_softmax(-1) for part in teacher[used].split(CHUNK_ROWS)])  # [U', Vd]
-        best_all = log_p_all.argmax(-1)
-        per_row, agree = hidden.new_empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        per_row = hidden.new_zeros(len(hidden))
+        agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden)
         grad_terms = None if terms is None else torch.zeros_like(terms)
         grad_rows = None if child_rows is None else torch.zeros_like(child_rows)
-        kept = weight.nonzero().squeeze(-1)  # rows behind the end of an answer cost nothing
-        per_row.zero_()
-        agree.zero_()
+        kept = share.nonzero().squeeze(-1)  # rows behind the end of an answer cost nothing
+        # Rows with the same teacher come together, so each law is computed once without keeping them all.
+        kept = kept[teacher_row[kept].argsort(stable=True)]
         for rows in kept.split(CHUNK_ROWS):
+            used, place = teacher_row[rows].unique(return_inverse=True)
+            log_p = (teacher[used] @ output.T).log_softmax(-1)[place]
             logits = hidden[rows] @ output.T
             if terms is not None and child_rows is not None:
                 logits.addmm_(terms[rows], child_rows.T)
-            agree[rows] = logits.argmax(-1) == best_all[place[rows]]
+            agree[rows] = logits.argmax(-1) == log_p.argmax(-1)
             log_q = logits.log_softmax(-1)
-            log_p = log_p_all[place[rows]]
             p = log_p.exp()
             per_row[rows] = (p * log_p.sub_(log_q)).sum(-1)
             grad = log_q.exp_().sub_(p).mul_(share[rows, None])  # d loss / d logits
@@ -109,13 +121,15 @@ class _FusedKL(torch.autograd.Function):
         return (share * per_row).sum(), per_row, agree
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * grad_loss for grad in ctx.saved_tensors]
         return (*scaled, None, None, None, None)
 
 
 def depth_weights(depth: int, decay: float) -> Tensor:
-    """Weights [D] of the slots: exp(-(k - 1) / decay), or uniform with decay 0 (methods.md sections 2.2 and 5.2)."""
+    """Weights [D] of the slots: exp(-(k - 1) / decay), or uniform with decay 0 (methods.md sections 2.2 and
+    5.2).
+    """
     if decay == 0:
         return torch.ones(depth)
     return torch.exp(-torch.arange(depth, dtype=torch.float32) / decay)

@@ -1,12 +1,16 @@
-"""The head as a trainable module: the same network as `draft.backbone`, over many anchors of whole answers at once.
+"""The head as a trainable module: the same network as `draft.backbone`, over many anchors of whole answers
+at once.
 
-All blocks of an answer share its context; a block sees only rows before its own anchor and itself (methods.md section 2.2). Context
-and block scores are computed apart and normalised together, so nothing of size anchors x anchors is ever built.
+All blocks of an answer share its context; a block sees only rows before its own anchor and itself
+(methods.md section 2.2). Context and block scores are computed apart and normalised together, so nothing of
+size anchors x anchors is ever built.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,6 @@ from jetspec.draft.backbone import split_norm
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.config import HeadConfig
 from jetspec.target.rope import RotaryTable, rotate
-from jetspec.target.transformer import Transformer
 from jetspec.train.data import Batch
 
 
@@ -48,29 +51,33 @@ class HeadModule(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Normed states of slots 1..D of every anchor: [n, A, D, H]."""
         model = self.model
-        context = self._norm(F.linear(batch.taps, self.weight("fc.weight")), "hidden_norm.weight")  # [n, T, H]
+        fused = F.linear(batch.taps, self.weight("fc.weight"))
+        context = self._norm(fused, "hidden_norm.weight")  # [n, T, H]
         x = self._slots(batch)  # [n, A, block, H]
         slots = torch.arange(self.config.block_size)
         positions = batch.anchors.unsqueeze(-1) + slots  # [n, A, block]
         longest = batch.taps.shape[1] + self.config.block_size
-        block_rotary = self._rotary.at(positions, longest)
-        block_rotary = tuple(table.squeeze(1).unsqueeze(-2) for table in block_rotary)
+        cos, sin = self._rotary.at(positions, longest)
+        block_rotary = cos.squeeze(1).unsqueeze(-2), sin.squeeze(1).unsqueeze(-2)  # [n, A, block, 1, dim]
         context_rotary = self._rotary.at(torch.arange(batch.taps.shape[1]), longest)
-        hidden_rows = torch.arange(batch.taps.shape[1]) >= batch.anchors.unsqueeze(-1)  # [n, A, T], True = not visible
+        rows = torch.arange(batch.taps.shape[1])
+        hidden_rows = rows >= batch.anchors.unsqueeze(-1)  # [n, A, T], True = not visible
         for index in range(model.num_layers):
             x = self._layer(index, x, context, block_rotary, context_rotary, hidden_rows)
         return self._norm(x[:, :, 1:], "norm.weight")
 
-    def scorer_terms(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
-        """The path scorer's gated row of each slot's parent token: [n, A, D, r]; None without a scorer."""
-        if self.config.scorer == "none":
-            return None
-        rows = F.embedding(parents, self.weight("markov_head.markov_w1.weight"))
-        if self.config.scorer == "gated":
-            joined = torch.cat([hidden, rows], dim=-1)
-            gate = F.linear(joined, self.weight("markov_head.gate_proj.weight"), self.weight("markov_head.gate_proj.bias"))
-            rows = rows * torch.sigmoid(gate)
-        return rows
+    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Parents' rows [..., r] of the path scorer, gated by the slots' states [..., H] if the scorer has
+        a gate.
+        """
+        if self.config.scorer != "gated":
+            return rows
+        gate = F.linear(
+            torch.cat([hidden, rows], dim=-1),
+            self.weight("markov_head.gate_proj.weight"),
+            self.weight("markov_head.gate_proj.bias"),
+        )
+        return rows * torch.sigmoid(gate)
 
     def _slots(self, batch: Batch) -> Tensor:
         config = self.config
@@ -119,7 +126,8 @@ class HeadModule(nn.Module):
         weights = torch.cat([far, near], dim=-1).softmax(-1)
         length = far.shape[-1]
         mixed = weights[..., :length].reshape(n, kv, -1, length) @ cv.transpose(1, 2)
-        mixed = mixed.view(n, kv, anchors, block * groups, dim) + weights[..., length:] @ v.permute(0, 3, 1, 2, 4)
+        own = weights[..., length:] @ v.permute(0, 3, 1, 2, 4)
+        mixed = mixed.view(n, kv, anchors, block * groups, dim) + own
         mixed = mixed.view(n, kv, anchors, block, groups, dim).permute(0, 2, 3, 1, 4, 5)
         x = x + F.linear(mixed.reshape(n, anchors, block, -1), self.weight(name + "self_attn.o_proj.weight"))
         h = self._norm(x, name + "post_attention_layernorm.weight")
@@ -139,17 +147,53 @@ class HeadModule(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight(name), self.model.rms_norm_eps)
 
 
+class ScorerTables:
+    """The path scorer's rows that one step needs, taken out of the big tables once.
+
+    A batch is worked off in parts, and a gradient of the size of a table [V, r] per part would cost more
+    than the part itself. The parts use small leaves; `backward` carries their gradients over to the tables.
+    """
+
+    def __init__(self, module: HeadModule, batches: Many[Batch], vocab: Tensor) -> None:
+        self._module = module
+        self.child_rows: Tensor | None = None  # [Vd, r]
+        if module.config.scorer == "none":
+            return
+        self._ids = torch.cat([batch.parents.reshape(-1) for batch in batches]).unique()
+        self._source = (
+            module.weight("markov_head.markov_w1.weight")[self._ids],
+            module.weight("markov_head.markov_w2.weight")[vocab],
+        )
+        self._parents, self.child_rows = (rows.detach().requires_grad_() for rows in self._source)
+
+    def terms(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
+        """The gated row of each slot's parent token: [n, A, D, r]; None without a scorer."""
+        if self.child_rows is None:
+            return None
+        return self._module.gated(hidden, F.embedding(torch.searchsorted(self._ids, parents), self._parents))
+
+    def backward(self) -> None:
+        """Add the gradients of all parts to the tables' own."""
+        if self.child_rows is not None:
+            leaves = (self._parents, self.child_rows)
+            torch.autograd.backward(self._source, [leaf.grad for leaf in leaves])
+
+
 def _key(name: str) -> str:
     return name.replace(".", "__")
 
 
 @torch.no_grad()
-def initialise(module: HeadModule, target: Transformer, *, seed: int, warm: bool, tap_scale: float = 1.0) -> None:
+def initialise(
+    module: HeadModule, target: Mapping[str, Tensor] | None = None, *, seed: int = 0, tap_scale: float = 1.0
+) -> None:
     """Set the first weights.
 
-    Random: normal matrices, norms at 1, the scorer's child rows at 0. `warm` copies the draft layers, the context's norm and the final
-    norm from the target's last layers, and starts every slot from the last tap (times `tap_scale`, its size in the residual stream):
-    the untrained head then predicts about what the target predicted one token earlier, with output geometry already in place.
+    Random: normal matrices, norms at 1, the scorer's child rows at 0. With the tensors of a `target` of the
+    same width, a warm start follows: draft layers, the context's norm and the final norm come from the
+    target's last layers, and every slot starts from the last tap (times `tap_scale`, its size in the
+    residual stream). The untrained head then predicts about what the target predicted one token earlier,
+    with the output's geometry already in place.
     """
     generator = torch.Generator().manual_seed(seed)
     config, model = module.config, module.model
@@ -162,27 +206,28 @@ def initialise(module: HeadModule, target: Transformer, *, seed: int, warm: bool
         elif name.endswith("markov_w1.weight"):
             tensor.copy_(_compressed(module.embedding, config.rank))
         else:
-            scale = 0.02 / math.sqrt(2 * model.num_layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            scale = (
+                0.02 / math.sqrt(2 * model.num_layers)
+                if name.endswith(("o_proj.weight", "down_proj.weight"))
+                else 0.02
+            )
             tensor.normal_(0.0, scale, generator=generator)
     if config.direct:
         module.weight("direct_proj.weight").mul_(0.1)
-    same_shape = target.config.hidden_size == model.hidden_size and target.config.num_layers >= model.num_layers
-    if warm and same_shape:
+    if target is not None:
         _warm_start(module, target, tap_scale)
 
 
-def _warm_start(module: HeadModule, target: Transformer, tap_scale: float) -> None:
+def _warm_start(module: HeadModule, target: Mapping[str, Tensor], tap_scale: float) -> None:
     model, hidden = module.model, module.model.hidden_size
-    first = target.config.num_layers - model.num_layers
-    for index in range(model.num_layers):
-        layer = target.source_layer(first + index)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            module.weight(f"layers.{index}.self_attn.{name}.weight").copy_(layer[f"self_attn.{name}.weight"])
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            module.weight(f"layers.{index}.mlp.{name}.weight").copy_(layer[f"mlp.{name}.weight"])
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            module.weight(f"layers.{index}.{name}.weight").copy_(layer[f"{name}.weight"])
-    module.weight("norm.weight").copy_(target.norm)
+    first = module.config.target_layers - model.num_layers
+    for name in module.names:
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            source = target.get(f"model.layers.{first + int(index)}.{rest}")
+            if source is not None and source.shape == module.weight(name).shape:
+                module.weight(name).copy_(source)
+    module.weight("norm.weight").copy_(target["model.norm.weight"])
     module.weight("hidden_norm.weight").copy_(module.weight("layers.0.input_layernorm.weight"))
     eye = torch.eye(hidden)
     module.weight("fc.weight")[:, -hidden:].add_(eye)
@@ -191,7 +236,9 @@ def _warm_start(module: HeadModule, target: Transformer, tap_scale: float) -> No
 
 
 def _compressed(table: Tensor, rank: int) -> Tensor:
-    """Rows of `table` [V, H] in its `rank` strongest directions, scaled to unit size: tokens that mean alike start alike."""
+    """Rows of `table` [V, H] in its `rank` strongest directions, scaled to unit size: tokens that mean
+    alike start alike.
+    """
     centred = table.float() - table.float().mean(0)
     covariance = centred.T @ centred / centred.shape[0]
     _, vectors = torch.linalg.eigh(covariance)

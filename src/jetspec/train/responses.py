@@ -1,11 +1,13 @@
-"""The target answers the training prompts, batched through the engine, and its features are recorded on the way.
+"""The target answers the training prompts, batched through the engine, and its features are recorded on the
+way.
 
-A folder of answers is a list of shards. Shards appear whole, so an interrupted run goes on where it stopped: finished prompts are
-read back from the shards, the others are answered.
+A folder of answers is a list of shards. Shards appear whole, so an interrupted run goes on where it
+stopped: finished prompts are read back from the shards, the others are answered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import deque
@@ -21,7 +23,16 @@ from jetspec.errors import DataError, PromptError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
-from jetspec.train.features import Recorder, Sample, shard_paths, shard_prompts, shard_taps, write_shard
+from jetspec.train.features import (
+    Recorder,
+    Sample,
+    next_shard,
+    read_shard,
+    shard_paths,
+    shard_prompts,
+    shard_taps,
+    write_shard,
+)
 from jetspec.train.prompts import Prompt
 
 SHARD_SAMPLES = 64
@@ -34,8 +45,8 @@ class AnswerOptions:
 
     temperatures  (temperature, share) pairs; shares sum to 1 and are dealt out in twentieths
     tokens        stop after this many answer tokens
-    part          (i, n): answer only every n-th prompt from the i-th on, so that n processes with one thread each can share
-                  a file; each needs a folder of its own
+    part          (i, n): answer only every n-th prompt from the i-th on, so that n processes with one
+                  thread each can share a file; each needs a folder of its own
     """
 
     max_tokens: int = 192
@@ -47,7 +58,9 @@ class AnswerOptions:
     part: tuple[int, int] = (0, 1)
 
     def temperature_of(self, prompt: int) -> float:
-        """The temperature for a prompt: a fixed function of its number, so that a resumed run deals the same."""
+        """The temperature for a prompt: a fixed function of its number, so that a resumed run deals the
+        same.
+        """
         point = (prompt * 7 % _MIX_CYCLE + 0.5) / _MIX_CYCLE
         for temperature, share in self.temperatures:
             if point < share:
@@ -73,16 +86,19 @@ def answer_prompts(
     options: AnswerOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
-    """Answer prompts into shards of `folder` until `options.tokens` answer tokens exist or the prompts run out.
+    """Answer prompts into shards of `folder` until `options.tokens` answer tokens exist or the prompts run
+    out.
 
     Raises:
         DataError: the folder holds shards made with other taps or options.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _check_folder(folder, taps, options, target)
+    _check_folder(folder, taps, options, target, prompts)
     progress, done = _resume(folder)
     on_progress(progress)
-    number = len(shard_paths(folder))
+    if progress.tokens >= options.tokens:
+        return progress
+    number = next_shard(folder)
     waiting: list[Sample] = []
     for sample in _answers(target, prompts, done, taps, options, progress):
         waiting.append(sample)
@@ -108,7 +124,9 @@ def _answers(
     """Keep the engine full and yield finished answers."""
     recorder = Recorder(taps)
     engine = Engine(target, recorder, budget=0, max_batch=options.batch)
-    queue = deque(number for number in range(options.part[0], len(prompts), options.part[1]) if number not in done)
+    queue = deque(
+        number for number in range(options.part[0], len(prompts), options.part[1]) if number not in done
+    )
     active: dict[int, tuple[int, float]] = {}  # sequence id -> prompt number, temperature
     while queue or engine.busy:
         while queue and len(active) < options.batch:
@@ -126,7 +144,9 @@ def _answers(
             rows, hidden = recorder.take(sequence.id, len(sequence.tokens))
             progress.answered += 1
             progress.tokens += len(sequence.emitted)
-            yield Sample(number, sequence.prompt_len, temperature, torch.tensor(sequence.tokens), rows, hidden)
+            yield Sample(
+                number, sequence.prompt_len, temperature, torch.tensor(sequence.tokens), rows, hidden
+            )
 
 
 def _submit(
@@ -145,8 +165,6 @@ def _submit(
 
 def _resume(folder: Path) -> tuple[Progress, set[int]]:
     """What the shards of an earlier run already hold."""
-    from jetspec.train.features import read_shard
-
     progress, done = Progress(), set[int]()
     for path in shard_paths(folder):
         done.update(shard_prompts(path))
@@ -156,17 +174,29 @@ def _resume(folder: Path) -> tuple[Progress, set[int]]:
     return progress, done
 
 
-def _check_folder(folder: Path, taps: tuple[int, ...], options: AnswerOptions, target: Target) -> None:
-    """Refuse to mix answers of different settings in one folder."""
+def _check_folder(
+    folder: Path, taps: tuple[int, ...], options: AnswerOptions, target: Target, prompts: Many[Prompt]
+) -> None:
+    """Refuse to mix answers of different settings or prompts in one folder: shards know prompts by number."""
     settings = asdict(options)
     for changeable in ("tokens", "batch"):
         settings.pop(changeable)
-    record = {"target": target.name, "taps": list(taps), **json.loads(json.dumps(settings))}
+    text = json.dumps([prompt.messages for prompt in prompts])
+    record = {
+        "target": target.name,
+        "taps": list(taps),
+        "prompts": hashlib.sha256(text.encode()).hexdigest(),
+        **json.loads(json.dumps(settings)),
+    }
     path = folder / "answers.json"
     if path.exists():
-        found = json.loads(path.read_text())
-        found.pop("started", None)
-        different = [key for key in record if found.get(key) != record[key]]
+        try:
+            found = dict(json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{path} cannot be read ({error}); use another folder or delete this one"
+            ) from None
+        different = [key for key in record if found.get(key, record[key]) != record[key]]
         if different:
             raise DataError(
                 f"{folder} holds answers made with other settings ({', '.join(different)}); "
@@ -175,4 +205,4 @@ def _check_folder(folder: Path, taps: tuple[int, ...], options: AnswerOptions, t
         return
     if any(shard_taps(shard) != taps for shard in shard_paths(folder)):
         raise DataError(f"{folder} holds shards with other taps; use another folder or delete this one")
-    path.write_text(json.dumps({**record, "started": time.strftime("%Y-%m-%d")}, indent=2))
+    path.write_text(json.dumps({**record, "started": time.strftime("%Y-%m-%d")}, indent=2), "utf-8")

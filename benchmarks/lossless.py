@@ -1,0 +1,255 @@
+"""Losslessness: the token ids of drafted decoding against those of plain decoding, on real prompts.
+
+The default is 20 prompts of each of the seven sets, up to 128 new tokens, budgets 4, 16 and 64, greedily and
+at temperature 1 with a seed, in float32. Plain decoding runs one prompt at a time, drafted decoding --batch.
+
+At each difference plain decoding's scores are computed anew, by prefill of the common prefix: logits at
+T = 0, logits / T + noise at T = 1. The gap is the distance between the best two scores, the lag that between
+the best score and the worse of the two tokens in question. Where the lag (and so the gap) is below 1e-3,
+rounding decides between the two, and the difference is counted as a tie and excused; the rest of the answer
+is then compared with plain decoding resumed behind the other token, so a tie hides nothing that comes after
+it. Any other difference makes the exit code 1.
+
+Records go to lossless.jsonl; a case that is there already, with the same arguments, code, versions and
+machine, is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import SETS, Journal
+from rich.table import Table
+
+from jetspec.decode.engine import Engine
+from jetspec.draft.base import Drafter
+from jetspec.errors import OptionError
+from jetspec.sampling import Sampling, gumbel_noise, process_logits
+from jetspec.sequence import Limits
+from jetspec.target.plan import chunk
+from jetspec.target.target import Target
+from jetspec.tree import GROW
+
+# Logits are of the order of tens, float32 keeps seven digits, and thirty layers of sums add up their errors.
+TIE_BELOW = 1e-3
+
+
+def main() -> int:
+    """Check what is missing, print all of this run, and say with the exit code whether it is lossless."""
+    args = _arguments()
+    target, drafter = common.load(args)
+    facts = common.provenance(Path(__file__), {
+        "model": target.name,
+        "head": common.head_identity(args.head, target),
+        "dtype": "float32",
+        "prompts": args.prompts,
+        "tokens": args.tokens,
+        "grow": args.grow,
+        "seed": args.seed,
+        "ignore_eos": args.ignore_eos,
+        "tie_below": TIE_BELOW,
+    })  # fmt: skip
+    key = common.run_key(facts)
+    journal = Journal(args.results / "lossless.jsonl")
+    wanted = [
+        (s, t, b, n) for s in args.sets for t in args.temperatures for b in args.batch for n in args.budgets
+    ]
+    missing = [case for case in wanted if case not in _recorded(journal, key)]
+    if len(missing) < len(wanted):
+        common.note(f"{len(wanted) - len(missing)} cases are recorded already")
+    if missing:
+        journal.append({"kind": "run", "key": key, "run": facts})
+        _check(
+            target,
+            drafter,
+            args,
+            missing,
+            lambda record: journal.append({"kind": "case", "key": key, **record}),
+        )
+    recorded = _recorded(journal, key)
+    records = [recorded[case] for case in wanted]
+    broken = sum(record["unexcused"] for record in records)
+    if args.json:
+        print(
+            json.dumps({"run": facts, "cases": records, "lossless": not broken}, ensure_ascii=False, indent=2)
+        )
+    else:
+        _print(records, facts)
+    return 1 if broken else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS, help="all seven")
+    parser.add_argument(
+        "--prompts", type=int, default=20, help="per set, evenly spaced over its file (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens (%(default)s)")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[4, 16, 64], help="4 16 64")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="0 1")
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[4], help="prompts decoded at once; may be several (4)"
+    )
+    parser.add_argument("--grow", default="best-first", choices=list(GROW), help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled texts (%(default)s)")
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end of the text, to --tokens always"
+    )
+    args = parser.parse_args()
+    if min(args.batch) < 1:
+        raise OptionError("--batch must be at least 1")
+    return args
+
+
+Case = tuple[str, float, int, int]  # set, temperature, batch, budget
+
+
+def _recorded(journal: Journal, key: str) -> dict[Case, dict[str, Any]]:
+    return {
+        (r["set"], r["temperature"], r["batch"], r["budget"]): r
+        for r in journal.read()
+        if r["kind"] == "case" and r["key"] == key
+    }
+
+
+def _check(
+    target: Target,
+    drafter: Drafter,
+    args: argparse.Namespace,
+    cases: list[Case],
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run cases, sorted by set and temperature, so that plain decoding is done once for each pair."""
+    limits = Limits(max_tokens=args.tokens, ignore_eos=args.ignore_eos)
+    with common.progress() as bar:
+        pairs = list(dict.fromkeys((name, temperature) for name, temperature, _, _ in cases))
+        task = bar.add_task("cases", total=len(cases) + len(pairs))
+        for name, temperature in pairs:
+            bar.update(task, description=f"{name}, T = {temperature:g}")
+            questions = common.read_set(args.data, name, args.prompts)
+            prompts = [common.encode(target, q.text) for q in questions]
+            sampling = Sampling(temperature=temperature, seed=args.seed)
+            plain = [_plain(target, ids, sampling, limits) for ids in prompts]
+            bar.advance(task)
+            for batch, budget in [(b, n) for s, t, b, n in cases if (s, t) == (name, temperature)]:
+                engine = Engine(target, drafter, budget=budget, grow=args.grow, max_batch=batch)
+                sequences = [engine.add(ids, sampling, limits) for ids in prompts]
+                gaps = sum(outcome.path[-1] != len(outcome.path) - 1 for outcome in engine.run(sequences))
+                outputs = [sequence.emitted for sequence in sequences]
+                differences = [
+                    {"id": question.id, **difference}
+                    for question, ids, expected, found in zip(questions, prompts, plain, outputs, strict=True)
+                    for difference in _differences(target, ids, expected, found, sampling, limits)
+                ]
+                save({
+                    "set": name,
+                    "temperature": temperature,
+                    "batch": batch,
+                    "budget": budget,
+                    "prompts": len(prompts),
+                    "tokens": sum(map(len, outputs)),
+                    "tau": engine.stats.tau,
+                    "gaps": gaps,  # accepted paths that skip rows of the forward
+                    "differences": differences,
+                    "ties": sum(d["tie"] for d in differences),
+                    "unexcused": sum(not d["tie"] for d in differences),
+                })  # fmt: skip
+                bar.advance(task)
+
+
+def _plain(target: Target, ids: list[int], sampling: Sampling, limits: Limits) -> list[int]:
+    return Engine(target, None, budget=0).generate([ids], sampling, limits)[0].emitted
+
+
+def _differences(
+    target: Target, ids: list[int], plain: list[int], other: list[int], sampling: Sampling, limits: Limits
+) -> list[dict[str, Any]]:
+    """Every place where `other` leaves plain decoding; behind a tie plain decoding follows it and goes on.
+
+    Only for samplers without penalties: noise depends on the position alone, so that a longer prompt goes on
+    with the same text.
+    """
+    found: list[dict[str, Any]] = []
+    while plain != other:
+        pairs = zip(plain, other, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+        if place == min(len(plain), len(other)):  # one of them ended early: rounding cannot do that
+            found.append(
+                {"place": place, "plain": None, "other": None, "gap": None, "lag": None, "tie": False}
+            )
+            break
+        gap, lag = _distances(target, [*ids, *plain[:place]], (plain[place], other[place]), sampling)
+        tie = lag < TIE_BELOW
+        tokens = {"plain": plain[place], "other": other[place]}
+        found.append({"place": place, **tokens, "gap": gap, "lag": lag, "tie": tie})
+        if not tie:
+            break
+        plain = other[: place + 1]
+        rest = limits.max_tokens - len(plain)
+        ended = not limits.ignore_eos and plain[-1] in (target.tokenizer.eos_ids | target.config.eos_ids)
+        if rest and not ended:
+            follow = Limits(max_tokens=rest, ignore_eos=limits.ignore_eos)
+            plain = plain + _plain(target, [*ids, *plain], sampling, follow)
+    return found
+
+
+def _distances(
+    target: Target, tokens: list[int], pair: tuple[int, int], sampling: Sampling
+) -> tuple[float, float]:
+    """Gap and lag of the scores for the token after `tokens`, which are prefilled."""
+    cache = target.new_cache()
+    cache.add(0, capacity=len(tokens))
+    if len(tokens) > 1:
+        plan = chunk([(0, tokens[:-1])], cache)
+        target.forward(plan, cache)
+        cache.keep(0, range(plan.size))
+    logits = target.forward(chunk([(0, tokens[-1:])], cache, logits=True), cache).logits  # [1, V]
+    assert logits is not None
+    scores = process_logits(logits, sampling)
+    if not sampling.greedy:
+        scores += gumbel_noise(sampling.seed, torch.tensor([len(tokens)]), scores.shape[-1])
+    best, second = scores[0].topk(2).values.tolist()
+    return best - second, best - float(scores[0, list(pair)].min())
+
+
+def _print(records: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    console = common.console()
+    settings = facts["arguments"]
+    table = Table(title=f"{settings['grow']} trees against plain decoding, up to {settings['tokens']} tokens")
+    table.add_column("set")
+    for title in ("T", "batch", "budget", "prompts", "tokens", "τ", "paths with gaps", "ties", "unexcused"):
+        table.add_column(title, justify="right")
+    for r in records:
+        style = "bold red" if r["unexcused"] else ""
+        cells = (
+            f"{r['temperature']:g}",
+            f"{r['batch']}",
+            f"{r['budget']}",
+            f"{r['prompts']}",
+            f"{r['tokens']}",
+            f"{r['tau']:.2f}",
+        )
+        table.add_row(r["set"], *cells, f"{r['gaps']}", f"{r['ties']}", f"{r['unexcused']}", style=style)
+    console.print(table)
+    for r in records:
+        for d in r["differences"]:
+            kind = "tie" if d["tie"] else "UNEXCUSED"
+            where = f"{d['id']}, T = {r['temperature']:g}, batch {r['batch']}, budget {r['budget']}"
+            why = "one of them ends" if d["gap"] is None else f"gap {d['gap']:.2e}, lag {d['lag']:.2e}"
+            console.print(f"{kind}: {where}, token {d['place'] + 1}, {why}")
+    tokens, ties, broken = (sum(r[name] for r in records) for name in ("tokens", "ties", "unexcused"))
+    counts = f"{tokens} tokens compared, {ties} ties below {TIE_BELOW:g}, {broken} unexcused differences"
+    console.print(f"{counts}: {'NOT lossless' if broken else 'lossless'}")
+    console.print(common.footer(facts))
+    if not any(r["gaps"] for r in records):
+        console.print("weak: no accepted path left out a row, so masks and compaction were hardly tested")
+
+
+if __name__ == "__main__":
+    common.run(main)

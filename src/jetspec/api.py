@@ -1,0 +1,309 @@
+"""The library in three calls: load a model, generate, stream.
+
+    model = jetspec.load("smollm2-135m")
+    result = model.generate("Name three rivers.", max_tokens=64)
+    for piece in model.stream([{"role": "user", "content": "And three lakes?"}]):
+        print(piece.text, end="")
+
+A prompt is a text, a conversation (a list of messages with "role" and "content"), or a list of token ids; a
+list of texts, conversations or id lists is a batch, decoded together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias, Unpack, cast, overload
+
+from jetspec.budget.fixed import FixedBudget
+from jetspec.config import Options, Request, check_text
+from jetspec.decode.compare import Divergence, find_divergence, in_turns
+from jetspec.decode.engine import Engine
+from jetspec.decode.round import Budget, Outcome
+from jetspec.decode.stats import Stats
+from jetspec.draft.base import Drafter
+from jetspec.draft.stubs import Off
+from jetspec.errors import OptionError, PromptError
+from jetspec.sequence import Emission, Finish, Kind, Sequence
+from jetspec.target.default_model import DEFAULT_MODEL
+from jetspec.target.target import Target
+from jetspec.tree import GROW
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Many[Message] | Many[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished request.
+
+    text, tokens   what was emitted; a stop id is in `tokens`, but not in `text`
+    kinds          per token: "accepted" (drafted), "bonus" (the target's own), "plain" (from a round without
+                   a draft)
+    prompt_tokens  length of the prompt
+    finish         "stop" (end of text or a stop string), "length" or "abort"
+    stats          counters of this request; its seconds are those of the whole batch, decoded together
+    """
+
+    text: str
+    tokens: list[int]
+    kinds: list[Kind]
+    prompt_tokens: int
+    finish: Finish
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plain decoding and speculation on one prompt, by the same engine class, round by round in turns."""
+
+    plain: Result
+    speculative: Result
+    divergence: Divergence | None  # the first difference, None if there is none
+
+    @property
+    def identical(self) -> bool:
+        """Whether both emitted the same tokens, and so the same text."""
+        return self.divergence is None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether both are identical up to numeric ties."""
+        return self.divergence is None or self.divergence.tie
+
+    @property
+    def speedup(self) -> float:
+        """Plain decoding's time per token divided by speculation's; prefill is left out."""
+        return self.speculative.stats.tokens_per_second / self.plain.stats.tokens_per_second
+
+
+class Stream:
+    """An iterator over the emissions of one request: token, kind, and the text that may be shown now.
+
+    `result` is there once it has ended. Closing it early, or leaving a `with` block, ends the request and
+    frees its memory.
+    """
+
+    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+        self._engine = engine
+        self._tally = _Tally(sequence)
+        self._emissions = self._run()
+
+    def __iter__(self) -> Iterator[Emission]:
+        return self
+
+    def __next__(self) -> Emission:
+        return next(self._emissions)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request; what was emitted so far is in `result`."""
+        self._emissions.close()
+        self._engine.abort(self._tally.sequence)
+
+    @property
+    def result(self) -> Result:
+        """The outcome. Raises OptionError while the request is still running."""
+        if self._tally.sequence.finished is None:
+            raise OptionError("the stream has not ended yet; read it to its end, or close it, for the result")
+        return self._tally.result(self._engine.stats)
+
+    def _run(self) -> Generator[Emission, None, None]:
+        for outcome in self._engine.run([self._tally.sequence]):
+            self._tally.add(outcome)
+            yield from outcome.emissions
+
+
+class LanguageModel:
+    """A target with its drafter, ready for any number of requests, several streams at once included.
+
+    Args:
+        drafter: None decodes plainly.
+        budget: drafted nodes per round, root excluded, or a policy. grow: "best-first", "beam" or "chain".
+    Raises OptionError if budget or grow is out of range.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        budget: int | Budget = 16,
+        grow: str = "best-first",
+    ) -> None:
+        check_growth(budget, grow)
+        self.target = target
+        self.drafter: Drafter = drafter if drafter is not None else Off()
+        self.budget, self.grow = budget, grow
+        self._ids = count()  # shared by all engines, because the drafter tells their sequences apart by id
+
+    @overload
+    def generate(
+        self, prompts: str | list[dict[str, Any]] | list[int], **options: Unpack[Options]
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[dict[str, Any]]] | list[list[int]], **options: Unpack[Options]
+    ) -> list[Result]: ...
+
+    def generate(
+        self, prompts: Prompt | Many[Prompt], **options: Unpack[Options]
+    ) -> Result | list[Result]:
+        """Decode a prompt, or several as one batch: a Result for one prompt, a list of Results for a list.
+
+        Raises PromptError or OptionError, before anything is decoded.
+        """
+        request = Request.of(options)
+        listed, single = _as_list(prompts)
+        encoded = [self.encode(prompt, request) for prompt in listed]
+        engine = self._engine()
+        tallies = [_Tally(engine.add(ids, request.sampling, request.limits)) for ids in encoded]
+        by_id = {tally.sequence.id: tally for tally in tallies}
+        for outcome in engine.run([tally.sequence for tally in tallies]):
+            by_id[outcome.sequence.id].add(outcome)
+        results = [tally.result(engine.stats) for tally in tallies]
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Decode one prompt, handing out emissions as they come.
+
+        Raises PromptError or OptionError at once.
+        """
+        request = Request.of(options)
+        engine = self._engine()
+        return Stream(engine, engine.add(self.encode(prompt, request), request.sampling, request.limits))
+
+    def rounds(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Outcome]:
+        """Decode one prompt, handing out each round's tree and accepted path."""
+        request = Request.of(options)
+        engine = self._engine()
+        return engine.run([engine.add(self.encode(prompt, request), request.sampling, request.limits)])
+
+    def compare(
+        self, prompt: Prompt, watch: Callable[[Outcome], None] | None = None, **options: Unpack[Options]
+    ) -> Comparison:
+        """Decode one prompt plainly and with drafts, in turns, after one round of warm-up each.
+
+        `watch` sees the rounds of the speculative side as they happen.
+        """
+        request = Request.of(options)
+        ids = self.encode(prompt, request)
+        plain, speculative = Engine(self.target, None, budget=0), self._engine()
+        kept: dict[int, list[Outcome]] = {id(plain): [], id(speculative): []}
+
+        def see(engine: Engine, outcome: Outcome) -> None:
+            kept[id(engine)].append(outcome)
+            if engine is speculative and watch is not None:
+                watch(outcome)
+
+        sequences = in_turns([plain, speculative], ids, request.sampling, request.limits, see)
+        results = []
+        for engine, sequence in zip((plain, speculative), sequences, strict=True):
+            tally = _Tally(sequence)
+            for outcome in kept[id(engine)]:
+                tally.add(outcome)
+            results.append(tally.result(engine.stats))
+        first = find_divergence(self.target, ids, results[0].tokens, results[1].tokens, request.sampling)
+        return Comparison(results[0], results[1], first)
+
+    def encode(self, prompt: Prompt, request: Request | None = None) -> list[int]:
+        """The token ids of a prompt; the chat template is applied unless the request is raw.
+
+        Raises PromptError.
+        """
+        request = request if request is not None else Request.of({})
+        tokenizer = self.target.tokenizer
+        if isinstance(prompt, str):
+            check_text(prompt, request.raw)
+            if request.raw:
+                return tokenizer.encode(prompt)
+            system = [] if request.system is None else [{"role": "system", "content": request.system}]
+            return tokenizer.chat([*system, {"role": "user", "content": prompt}], thinking=request.thinking)
+        parts = list(prompt) if isinstance(prompt, Many) and not isinstance(prompt, bytes) else [None]
+        if parts and all(isinstance(part, Mapping) for part in parts):
+            if request.raw or request.system is not None:
+                raise PromptError("raw and system go with a text; a conversation has its own system message")
+            return tokenizer.chat(cast("list[Message]", parts), thinking=request.thinking)
+        if all(isinstance(part, int) and not isinstance(part, bool) for part in parts):
+            return cast("list[int]", parts)
+        raise PromptError(
+            f"a prompt must be a text, a list of messages or a list of token ids, got {prompt!r:.60}"
+        )
+
+    def _engine(self) -> Engine:
+        engine = Engine(self.target, self.drafter, budget=self.budget, grow=self.grow)
+        engine._ids = self._ids
+        return engine
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    head: str = "auto",
+    *,
+    budget: int | Budget = 16,
+    grow: str = "best-first",
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> LanguageModel:
+    """Load a target and its draft head.
+
+    model: "smollm2-135m", a Hugging Face folder, a `.gguf` file or a hub id.
+    head: "auto" (the head packaged for this target, none if there is none), "off", a stub ("random", "echo",
+    "decoy") or the folder of a head.
+    Raises OptionError, ModelError, HeadError, DownloadError or StorageError.
+    """
+    check_growth(budget, grow)
+    from jetspec.draft.loading import load_drafter
+    from jetspec.target.loading import load_target
+
+    target = load_target(model, dtype=dtype, device=device)
+    return LanguageModel(target, load_drafter(head, target), budget=budget, grow=grow)
+
+
+def check_growth(budget: int | Budget, grow: str) -> None:
+    """Raise OptionError unless budget and builder are valid."""
+    if isinstance(budget, int):
+        FixedBudget(budget)
+    if grow not in GROW:
+        raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
+
+
+def _as_list(prompts: Prompt | Many[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether it was a single one."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if not isinstance(prompts, Many) or len(prompts) == 0:
+        raise PromptError(f"no prompt: give a text, a list of messages or of prompts, got {prompts!r:.60}")
+    if isinstance(prompts, bytes) or isinstance(prompts[0], (Mapping, int)):
+        return [cast("Prompt", prompts)], True
+    return list(cast("Many[Prompt]", prompts)), False
+
+
+class _Tally:
+    """What one sequence's share of the rounds adds up to."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence, self.kinds, self.stats = sequence, list[Kind](), Stats()
+
+    def add(self, outcome: Outcome) -> None:
+        tree, path, emissions = outcome.tree, outcome.path, outcome.emissions
+        self.stats.record(tree.budget, tree.depth, len(path) - 1, len(emissions))
+        self.stats.forwards += 1
+        self.kinds.extend(emission.kind for emission in emissions)
+
+    def result(self, shared: Stats) -> Result:
+        """`shared` are the engine's: time is spent on the whole batch."""
+        sequence = self.sequence
+        assert sequence.finished is not None
+        self.stats.seconds = dict(shared.seconds)
+        tokens = sequence.emitted
+        kinds = self.kinds[: len(tokens)]  # a stop string takes tokens back that had gone out
+        return Result(sequence.text, tokens, kinds, sequence.prompt_len, sequence.finished, self.stats)

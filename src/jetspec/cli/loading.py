@@ -1,0 +1,60 @@
+"""From options to a loaded model and a prompt, shared by the verbs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from jetspec.cli.screen import Screen
+from jetspec.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from jetspec.api import LanguageModel
+
+
+def open_model(
+    screen: Screen,
+    model: str,
+    head: str,
+    *,
+    budget: int,
+    grow: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> LanguageModel:
+    """Load target and head as `jetspec.load` does, saying so, and saying if there is no head."""
+    import torch
+
+    import jetspec
+
+    if threads is not None:
+        if threads < 1:
+            raise OptionError(f"threads must be an integer of at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    screen.progress(f"loading {model}")
+    loaded = jetspec.load(model, head, budget=budget, grow=grow, dtype=dtype, device=device)
+    if head == "auto" and loaded.drafter.name == "off":
+        screen.note(f"jetspec: there is no draft head for {model} yet, so it decodes plainly; --head names one")
+    return loaded
+
+
+def read_prompt(prompt: str | None, raw: bool) -> str:
+    """The prompt as given, or from standard input, whose last line break is not part of it.
+
+    Raises PromptError if it is missing, empty, or not UTF-8.
+    """
+    from jetspec.config import check_text
+
+    if prompt == "-" or (prompt is None and sys.stdin is not None and not sys.stdin.isatty()):
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise PromptError(
+                f"the prompt on standard input is not UTF-8 text (byte {error.start}); convert it first"
+            ) from error
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
+    if prompt is None:
+        raise PromptError("there is no prompt: write it in quotes, or pipe it in")
+    check_text(prompt, raw)
+    return prompt

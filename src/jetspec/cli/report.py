@@ -1,0 +1,148 @@
+"""Results as lines, as table cells and as JSON values."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from jetspec import __version__
+
+if TYPE_CHECKING:
+    from jetspec.api import Comparison, LanguageModel, Result
+    from jetspec.config import Request
+    from jetspec.decode.compare import Divergence
+    from jetspec.decode.stats import Stats
+    from jetspec.target.target import Target
+
+_ROUND_PHASES = ("draft", "build", "verify", "commit")
+
+
+def closing_lines(result: Result) -> list[str]:
+    """Speed, tau and the split of time of one result."""
+    stats = result.stats
+    head = f"{stats.tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {_rounds(stats)}"
+    total = stats.decode_seconds or math.nan
+    split = " · ".join(
+        f"{name} {1e3 * stats.seconds[name] / max(1, stats.rounds):.2f} ms ({stats.seconds[name] / total:.0%})"
+        for name in _ROUND_PHASES
+    )
+    prefill = f"prefill {1e3 * stats.seconds['prefill']:.0f} ms for {result.prompt_tokens} tokens"
+    return [head, f"per round: {split} · {prefill}"]
+
+
+def _rounds(stats: Stats) -> str:
+    if not stats.nodes:
+        return f"plain decoding, {stats.rounds} rounds"
+    share = stats.accepted / stats.tokens if stats.tokens else 0.0
+    return f"τ {stats.tau:.2f} over {stats.rounds} rounds · {share:.0%} of the tokens were drafted"
+
+
+def comparison_lines(comparison: Comparison, target: Target) -> list[str]:
+    """Both speeds, the speedup, and whether the texts agree."""
+    lines = [
+        f"{name:<11}  {result.stats.tokens:>5} tokens  {result.stats.tokens_per_second:>8.1f} tok/s"
+        f"  {_rounds(result.stats)}"
+        for name, result in (("plain", comparison.plain), ("speculative", comparison.speculative))
+    ]
+    first = comparison.divergence
+    verdict = "the texts are identical" if first is None else divergence_text(first, target)
+    return [*lines, f"speedup {comparison.speedup:.2f}×; {verdict}"]
+
+
+def divergence_text(first: Divergence, target: Target) -> str:
+    """Where two texts part, and whether rounding can be the reason."""
+    from jetspec.decode.compare import TIE_BELOW
+
+    bound = f"{TIE_BELOW[target.dtype]:g}"
+    why = f"a numeric tie, below {bound}" if first.tie else f"NOT a numeric tie, which ends at {bound}"
+    return (
+        f"the texts differ at token {first.place + 1}: plain {token_text(target, first.plain)},"
+        f" speculative {token_text(target, first.other)}; plain decoding's top-two gap there is {first.gap:.2g}, {why}"
+    )
+
+
+def token_text(target: Target, token: int | None) -> str:
+    """One token in quotes, with everything invisible escaped."""
+    from jetspec.tree.draw import quote
+
+    return "nothing" if token is None else quote(target.tokenizer.decode([token], skip_special=False))
+
+
+def result_values(result: Result) -> dict[str, Any]:
+    """A result for JSON."""
+    tokens = [
+        {"id": token, "kind": kind} for token, kind in zip(result.tokens, result.kinds, strict=True)
+    ]
+    stats = result.stats
+    per_round = {name: 1e3 * stats.seconds[name] / max(1, stats.rounds) for name in _ROUND_PHASES}
+    return {
+        "text": result.text,
+        "finish": result.finish,
+        "prompt_tokens": result.prompt_tokens,
+        "tokens": tokens,
+        "stats": {
+            **stats.as_dict(),
+            "accepted_share": stats.accepted / stats.tokens if stats.tokens else 0.0,
+            "ms_per_round": per_round,
+        },
+    }
+
+
+def divergence_values(first: Divergence | None) -> dict[str, Any] | None:
+    """A divergence for JSON, which has no infinity."""
+    if first is None:
+        return None
+    return {**first._asdict(), "gap": first.gap if math.isfinite(first.gap) else None}
+
+
+def comparison_values(comparison: Comparison) -> dict[str, Any]:
+    """A comparison for JSON."""
+    return {
+        "plain": result_values(comparison.plain),
+        "speculative": result_values(comparison.speculative),
+        "identical": comparison.identical,
+        "divergence": divergence_values(comparison.divergence),
+        "speedup": comparison.speedup,
+    }
+
+
+def settings_values(model: LanguageModel, head: str, request: Request) -> dict[str, Any]:
+    """Everything that the outcome depends on, for JSON."""
+    from dataclasses import asdict
+
+    limits = request.limits
+    return {
+        **model_values(model, head),
+        "sampling": asdict(request.sampling),
+        "max_tokens": limits.max_tokens,
+        "stop": list(limits.stop_strings),
+        "raw": request.raw,
+        "system": request.system,
+    }
+
+
+def model_values(model: LanguageModel, head: str) -> dict[str, Any]:
+    """Target, drafter and machine, for JSON."""
+    import torch
+
+    target = model.target
+    return {
+        "model": target.name,
+        "head": head,
+        "drafter": model.drafter.name,
+        "budget": model.budget,
+        "grow": model.grow,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"jetspec": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in ("torch", "transformers", "tokenizers"):
+        found[name] = metadata.version(name)
+    return found

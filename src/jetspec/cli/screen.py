@@ -1,0 +1,85 @@
+"""What goes to the terminal: the model's text and results to standard output, everything else to standard error.
+
+Text of a model (and of a prompt) is data. It is never read as markup, and no control character of it reaches
+the terminal: they are shown as symbols (␛ for escape), whether the output is a terminal or a pipe that may end
+on one. `--json` gives the exact text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+STYLES = {"accepted": "green", "bonus": "yellow", "plain": ""}
+_SYMBOLS = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)},
+    0x7F: "␡",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+}
+
+
+def printable(text: str) -> str:
+    """The text with its control characters, except tab and line feed, replaced by symbols."""
+    return text.translate(_SYMBOLS)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`; by default rich ends the process."""
+        raise BrokenPipeError
+
+
+class Screen:
+    """Standard output and standard error with their colours."""
+
+    def __init__(self, *, no_color: bool = False, quiet: bool = False) -> None:
+        plain = no_color or bool(os.environ.get("NO_COLOR"))
+        self.out, self.err = (
+            _Console(
+                color_system=None if plain else "auto",
+                highlight=False,
+                markup=False,
+                emoji=False,
+                stderr=stderr,
+            )
+            for stderr in (False, True)
+        )
+        self.quiet = quiet
+        self._mid_line = False
+
+    def text(self, text: str, style: str = "") -> None:
+        """A piece of the model's text, at once and without a line break of ours."""
+        if text:
+            self.out.out(printable(text), style=style or None, end="", highlight=False)
+            self._mid_line = not text.endswith("\n")
+
+    def end_text(self) -> None:
+        """End the line that the model's text left open."""
+        if self._mid_line:
+            self.line("")
+
+    def line(self, text: str, style: str = "") -> None:
+        """A line of a result."""
+        self.out.out(printable(text), style=style or None, highlight=False)
+        self._mid_line = False
+
+    def show(self, what: RenderableType) -> None:
+        """A table."""
+        self.out.print(what)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """A line beside the result, on standard error; not with --quiet."""
+        if not self.quiet:
+            self.err.out(printable(text), style=style, highlight=False)
+
+    def progress(self, text: str) -> None:
+        """What is being done just now: on a terminal only."""
+        if self.err.is_terminal:
+            self.note(f"jetspec: {text} …")
+
+    def json(self, values: dict[str, Any]) -> None:
+        """One JSON object, and nothing else on standard output."""
+        print(json.dumps(values, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,80 @@
+"""What a caller may ask for: options by name, checked in one place for the library and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from jetspec.errors import OptionError, PromptError
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream` and `compare`; unknown ones raise OptionError.
+
+    temperature … seed  as in `Sampling`
+    max_tokens          most tokens to emit (256)
+    stop                a text or several that end the output and are not part of it
+    ignore_eos          go on after the end-of-text token
+    raw                 use a text as it is instead of putting it into the chat template as the user's message
+    system              the system message that goes before a text prompt
+    thinking            the chat template's `enable_thinking`; None leaves its default
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    stop: str | Many[str]
+    ignore_eos: bool
+    raw: bool
+    system: str | None
+    thinking: bool | None
+
+
+_SAMPLING = frozenset(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options, checked and sorted by who needs them; made before a model is loaded, so mistakes show at once."""
+
+    sampling: Sampling
+    limits: Limits
+    raw: bool
+    system: str | None
+    thinking: bool | None
+
+    @staticmethod
+    def of(options: Options) -> Request:
+        """Check options. Raises OptionError naming the one at fault."""
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            valid = ", ".join(Options.__annotations__)
+            raise OptionError(f"unknown option {unknown[0]!r}; valid: {valid}")
+        stop = options.get("stop", ())
+        raw, system = options.get("raw", False), options.get("system")
+        if raw and system is not None:
+            raise OptionError("system is part of the chat template, which raw leaves out; choose one of them")
+        given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
+        limits = Limits(
+            max_tokens=options.get("max_tokens", 256),
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+            ignore_eos=options.get("ignore_eos", False),
+        )
+        return Request(Sampling(**given), limits, raw, system, options.get("thinking"))
+
+
+def check_text(text: str, raw: bool = False) -> None:
+    """Raise PromptError if a text prompt is empty; blanks count as a prompt only where it is used as it is."""
+    if not (text if raw else text.strip()):
+        raise PromptError("the prompt is empty: give at least one word ('-' reads it from standard input)")

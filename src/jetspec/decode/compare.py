@@ -1,0 +1,112 @@
+"""Two engines on one prompt, in turns; and where two outputs differ, whether rounding can be the reason.
+
+The baseline of every comparison is the same engine with the drafter off, on the same clock, warmed up the
+same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import torch
+
+from jetspec.decode.engine import Engine
+from jetspec.decode.round import Outcome
+from jetspec.decode.stats import Stats
+from jetspec.sampling import History, Sampling, gumbel_noise, process_logits
+from jetspec.sequence import Limits, Sequence
+from jetspec.target.plan import chunk, pack
+from jetspec.target.target import Target
+from jetspec.tree import Tree
+
+# Two forwards of different shape add the same products in another order. Where the two best scores are closer
+# than this, rounding decides which one wins: tens (the size of logits) times some units in the dtype's last place.
+TIE_BELOW = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-1}
+
+
+class Divergence(NamedTuple):
+    """The first place where two outputs for one prompt differ."""
+
+    place: int  # number of emitted tokens before it
+    plain: int | None  # plain decoding's token; None where its output has ended
+    other: int | None
+    gap: float  # top-two gap of plain decoding's scores there
+    tie: bool  # whether the gap is small enough for rounding to decide
+
+
+def in_turns(
+    engines: Many[Engine],
+    prompt: Many[int],
+    sampling: Sampling,
+    limits: Limits,
+    watch: Callable[[Engine, Outcome], None] = lambda engine, outcome: None,
+) -> list[Sequence]:
+    """Decode one prompt to its end on every engine, round by round; next is the one with the fewest tokens.
+
+    That way whatever else the machine does hits all of them alike. Each engine decodes one round of the prompt
+    beforehand as a warm-up, which is not counted: `engine.stats` covers this run alone. `watch` sees every
+    round as it happens.
+    """
+    for engine in engines:
+        _warm_up(engine, prompt, sampling, limits)
+    pairs = [(engine, engine.add(prompt, sampling, limits)) for engine in engines]
+    try:
+        while unfinished := [pair for pair in pairs if pair[1].finished is None]:
+            engine, _ = min(unfinished, key=lambda pair: len(pair[1].tokens))
+            for outcome in engine.step():
+                watch(engine, outcome)
+    finally:
+        for engine, sequence in pairs:
+            engine.abort(sequence)
+    return [sequence for _, sequence in pairs]
+
+
+def _warm_up(engine: Engine, prompt: Many[int], sampling: Sampling, limits: Limits) -> None:
+    sequence = engine.add(prompt, sampling, limits)
+    try:
+        while not engine.step():
+            pass
+    finally:
+        engine.abort(sequence)
+    engine.stats = Stats()
+
+
+def find_divergence(
+    target: Target, prompt: Many[int], plain: Many[int], other: Many[int], sampling: Sampling
+) -> Divergence | None:
+    """Where the emitted tokens `other` first differ from those of plain decoding; None if they do not."""
+    pairs = zip(plain, other, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+    if place == len(plain) == len(other):
+        return None
+    gap = top_two_gap(target, [*prompt, *plain[:place]], len(prompt), sampling)
+    return Divergence(
+        place,
+        plain[place] if place < len(plain) else None,
+        other[place] if place < len(other) else None,
+        gap,
+        gap < TIE_BELOW[target.dtype],
+    )
+
+
+def top_two_gap(target: Target, tokens: Many[int], prompt_len: int, sampling: Sampling) -> float:
+    """By how much the best score for the token after `tokens` beats the second.
+
+    Scores are what the picker compares. Infinite where the sampler leaves one candidate only.
+    """
+    cache = target.new_cache()
+    cache.add(0, capacity=len(tokens))
+    if len(tokens) > 1:
+        plan = chunk([(0, tokens[:-1])], cache)
+        target.forward(plan, cache)
+        cache.keep(0, range(plan.size))
+    logits = target.forward(pack([(0, Tree.root_only(tokens[-1]))], cache), cache).logits  # [1, V]
+    assert logits is not None
+    scores = process_logits(logits, sampling, [History(tokens, prompt_len)])
+    if not sampling.greedy:
+        position = torch.tensor([len(tokens)], device=scores.device)
+        scores += gumbel_noise(sampling.seed, position, scores.shape[-1])
+    best, second = scores[0].topk(2).values.tolist()
+    return best - second

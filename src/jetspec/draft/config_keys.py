@@ -1,0 +1,77 @@
+"""Keys of a head's `config.json` that come in several places or spellings (formats.md section 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetspec.errors import HeadError
+from jetspec.target.config import ModelConfig, RopeConfig
+
+
+def agree(key: str, *found: Any) -> Any:
+    """The one value that the given places hold. Raises HeadError if none does or if two differ."""
+    present = [value for value in found if value is not None]
+    if not present:
+        raise HeadError(f"config.json lacks {key}, without which the head cannot be run")
+    for value in present:
+        if value != present[0]:
+            raise HeadError(
+                f"config.json names {key} twice, as {present[0]} and {value}; correct one of them"
+            )
+    return present[0]
+
+
+def whole(key: str, value: Any) -> int:
+    """A value that must be a whole number. Raises HeadError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise HeadError(f"config.json: {key} is {value!r}; valid: a whole number")
+    return value
+
+
+def rope_values(rope: RopeConfig) -> dict[str, Any]:
+    """The keys of a rotary embedding as older and newer readers know them."""
+    values: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.kind != "default":
+        numbers = {
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "attention_factor": rope.attention_factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+            "truncate": rope.truncate,
+        }
+        scaling = {key: number for key, number in numbers.items() if number is not None}
+        values["rope_scaling"] = {"rope_type": rope.kind, **scaling}
+    return values
+
+
+def window_values(model: ModelConfig) -> dict[str, Any]:
+    """The keys of sliding windows; the format knows one window for all layers that have any."""
+    windows = {window for window in model.windows if window is not None}
+    if not windows:
+        return {"use_sliding_window": False}
+    assert len(windows) == 1, windows
+    types = ["full_attention" if window is None else "sliding_attention" for window in model.windows]
+    return {"use_sliding_window": True, "sliding_window": windows.pop(), "layer_types": types}
+
+
+def causal(values: dict[str, Any], inner: dict[str, Any], jet: dict[str, Any]) -> bool:
+    """Causality from all the keys that writers use (formats.md section 2.1); without any, DFlash's
+    bidirectional mask.
+    """
+    mask = jet.get("mask")
+    if mask not in (None, "causal", "bidirectional"):
+        raise HeadError(f"jet.mask is {mask!r}; valid: causal, bidirectional")
+    found = [
+        values.get("is_causal"),
+        inner.get("causal"),
+        inner.get("causal_head"),
+        None if mask is None else mask == "causal",
+    ]
+    if all(value is None for value in found):
+        return False
+    return bool(agree("the causal mask", *found))

@@ -1,0 +1,62 @@
+"""Compile a kernel once with the machine's own C compiler and keep it in the user's cache.
+
+No compiler, no cache folder or a failing build means None, and callers use their portable path. The library is named by its source,
+flags and processor, so an update or another machine builds anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-std=c11")
+_TIMEOUT = 120
+
+
+@cache
+def load_library(name: str) -> ctypes.CDLL | None:
+    """The compiled `name.c` of this package, or None where it cannot be built or loaded."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or platform.system() != "Linux":
+        return None
+    source = Path(__file__).with_name(name + ".c")
+    try:
+        path = _cache_folder() / f"{name}-{_fingerprint(source)}.so"
+        if not path.exists():
+            _build(compiler, source, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _build(compiler: str, source: Path, path: Path) -> None:
+    """Compile and link without naming an OpenMP library: torch has loaded its own, and a second one would fight it for the cores."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        for command in (
+            [compiler, *FLAGS, "-c", str(source), "-o", str(objects)],
+            [compiler, "-shared", str(objects), "-o", str(library), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT)
+        os.replace(library, path)
+
+
+def _fingerprint(source: Path) -> str:
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    text = source.read_bytes() + repr(FLAGS).encode() + cpu.encode() + platform.machine().encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    from jetspec.target.storage import cache_dir
+
+    folder = cache_dir() / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

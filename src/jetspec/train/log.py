@@ -1,0 +1,31 @@
+"""The curves of a run as JSON lines: one record per line, in the order of the steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def append_log(path: Path, record: dict[str, Any]) -> None:
+    """Add a record, which holds its `step`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def trim_log(path: Path, step: int) -> None:
+    """Drop what lies behind `step`, because a run that was killed does those steps again, and a line cut
+    off by the kill.
+    """
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text("utf-8").split("\n") if 0 <= _step(line) <= step]
+    path.write_text("".join(line + "\n" for line in kept), "utf-8")
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetspec.decode.compare import find_divergence, in_turns, top_two_gap
+from jetspec.decode.engine import Engine
+from jetspec.draft.stubs import Random
+from jetspec.errors import PromptError
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits
+from jetspec.target.loading import load_target
+from jetspec.target.plan import chunk
+from jetspec.target.target import Target
+from tests.helpers import CONTEXT, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder: Path) -> Target:
+    """The tiny model."""
+    return load_target(str(tiny_folder))
+
+
+def test_equal_outputs_have_no_divergence(target: Target) -> None:
+    """Guards against a false alarm."""
+    assert find_divergence(target, PROMPT, [9, 10], [9, 10], Sampling()) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "place", "tokens"),
+    [([9, 12, 11], 1, (10, 12)), ([9, 10], 2, (11, None)), ([9, 10, 11, 12], 3, (None, 12))],
+)
+def test_the_first_difference_is_named(
+    target: Target, other: list[int], place: int, tokens: tuple[int | None, int | None]
+) -> None:
+    """Guards place and tokens, and that an output which merely ends earlier counts as different."""
+    first = find_divergence(target, PROMPT, [9, 10, 11], other, Sampling())
+    assert first is not None
+    assert (first.place, (first.plain, first.other)) == (place, tokens)
+
+
+def test_the_gap_is_that_of_the_logits_before_the_token(target: Target) -> None:
+    """Guards against a gap taken one position off: it is compared with a forward of all tokens at once."""
+    tokens = [*PROMPT, 9, 10, 11]
+    cache = target.new_cache()
+    cache.add(0)
+    logits = target.forward(chunk([(0, tokens)], cache, logits=True), cache).logits
+    assert logits is not None
+    for count in (1, len(PROMPT) + 2, len(tokens)):
+        best, second = logits[count - 1].topk(2).values.tolist()
+        gap = top_two_gap(target, tokens[:count], len(PROMPT), Sampling())
+        assert gap == pytest.approx(best - second, abs=1e-4)
+
+
+def test_a_small_gap_is_a_tie_and_a_large_one_is_not(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the verdict on both sides of the bound."""
+    for gap, tie in ((9e-4, True), (2e-3, False), (float("inf"), False)):
+        monkeypatch.setattr("jetspec.decode.compare.top_two_gap", lambda *_, gap=gap: gap)
+        first = find_divergence(target, PROMPT, [9], [10], Sampling())
+        assert first is not None and first.tie is tie
+
+
+def test_sampled_gaps_include_the_noise(target: Target) -> None:
+    """Guards ties at a temperature: what is compared there is logit plus noise, not the logit; top-k 1 leaves no rival."""
+    greedy = top_two_gap(target, PROMPT, len(PROMPT), Sampling())
+    sampled = {top_two_gap(target, PROMPT, len(PROMPT), Sampling(temperature=1.0, seed=s)) for s in range(3)}
+    assert len(sampled | {greedy}) == 4
+    assert top_two_gap(target, PROMPT, len(PROMPT), Sampling(temperature=1.0, top_k=1)) == float("inf")
+
+
+def test_engines_take_turns_and_warm_up_uncounted(target: Target) -> None:
+    """Guards the interleaving: neither side may run ahead of the other by more than one round's tokens."""
+    engines = [Engine(target, None, budget=0), Engine(target, Random(0, 30), budget=4)]
+    order: list[int] = []
+    limits = Limits(max_tokens=12, ignore_eos=True)
+    sequences = in_turns(
+        engines, PROMPT, Sampling(), limits, lambda engine, _: order.append(engines.index(engine))
+    )
+    assert sequences[0].emitted == sequences[1].emitted
+    assert all(engine.stats.tokens == 12 for engine in engines)
+    assert order[:6] == [0, 1, 0, 1, 0, 1]  # no draft of this stub is accepted in these rounds
+    assert all(engine.cache.bytes == 0 for engine in engines)
+
+
+def test_a_failure_frees_every_engine(target: Target) -> None:
+    """Guards memory when an exception, such as an interrupt, passes through."""
+    engines = [Engine(target, None, budget=0), Engine(target, None, budget=0)]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_turns(engines, PROMPT, Sampling(), Limits(max_tokens=5), interrupt)
+    assert all(engine.cache.bytes == 0 and not engine.busy for engine in engines)
+    with pytest.raises(PromptError):
+        in_turns(engines, [5] * CONTEXT, Sampling(), Limits())

@@ -1,0 +1,91 @@
+"""What tests of several stages share: a tiny model on disk, and the command line run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.cli.main import main
+from tests.target.tiny import save_tokenizer, tiny_backend, tiny_model
+
+CONTEXT = 256
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Write a random three-layer Llama with a byte-level tokenizer and a chat template, as transformers does.
+
+    Large initial weights spread the logits, so that its greedy text varies and ties do not happen by chance.
+    """
+    torch.manual_seed(1)
+    vocab = tiny_backend().get_vocab_size()
+    model = tiny_model(
+        "llama", vocab_size=vocab, max_position_embeddings=CONTEXT, initializer_range=0.4, bos_token_id=1
+    )
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def changed_model(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy of a model folder with other values in config.json."""
+    shutil.copytree(folder, to)
+    path = to / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return to
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model; read only. Import this name into a test module to use it."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line of an error. Fails if there is anything else."""
+        assert self.code == 2, self
+        assert self.out == "", self.out
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("jetspec: error: "), self.err
+        return lines[0].removeprefix("jetspec: error: ")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The object on standard output. Fails if there is anything else."""
+        assert self.code == 0, self
+        values = json.loads(self.out)
+        assert isinstance(values, dict)
+        return values
+
+
+def jetspec(*arguments: object, stdin: bytes = b"") -> Finished:
+    """Run `jetspec` with these arguments in this process; neither stream is a terminal."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    stdin_before, threads = sys.stdin, torch.get_num_threads()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(argument) for argument in arguments])
+            out.flush()
+            err.flush()
+    finally:
+        sys.stdin = stdin_before
+        torch.set_num_threads(threads)
+    return Finished(code, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err)))  # type: ignore[attr-defined]

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jetspec
+from jetspec.api import LanguageModel, load
+from jetspec.decode.engine import Engine
+from jetspec.draft.stubs import Decoy
+from jetspec.errors import HeadError, OptionError, PromptError
+from jetspec.sequence import Emission
+from tests.helpers import CONTEXT, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> LanguageModel:
+    """The tiny model with the drafter that breaks most things."""
+    return load(str(tiny_folder), "decoy", budget=12)
+
+
+@pytest.fixture(scope="module")
+def plain(model: LanguageModel) -> LanguageModel:
+    """The same target without drafts."""
+    return LanguageModel(model.target, None, budget=0)
+
+
+def test_importing_is_light() -> None:
+    """Guards start-up: neither the package nor its trees may pull in torch or transformers."""
+    code = "import sys, jetspec, jetspec.tree; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", jetspec.__all__)
+def test_public_names_exist(name: str) -> None:
+    """Guards the lazy table of names against a rename in the module behind it."""
+    assert getattr(jetspec, name) is not None
+    assert name in dir(jetspec)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """Guards `hasattr` and `from jetspec import x` against a lazy loader that raises KeyError or returns None."""
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = jetspec.nonsense
+
+
+def test_version_is_that_of_the_package() -> None:
+    """Guards against a release that raises the version in one of the two places only."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == jetspec.__version__
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_do_not_change_the_text(
+    model: LanguageModel, plain: LanguageModel, temperature: float
+) -> None:
+    """Guards the promise of the library at its top: same text, whatever drafts; and that drafts were accepted."""
+    drafted = model.generate("Hello", max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    expected = plain.generate("Hello", max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    assert (drafted.text, drafted.tokens) == (expected.text, expected.tokens)
+    assert set(drafted.kinds) == {"accepted", "bonus"} and set(expected.kinds) == {"plain"}
+    assert len(drafted.kinds) == len(drafted.tokens) == 40
+    assert drafted.stats.tau > 2.0 and expected.stats.tau == 1.0
+
+
+def test_a_list_is_one_batch(model: LanguageModel) -> None:
+    """Guards the batch: results in the order of the prompts, each as if alone, with counters of its own."""
+    prompts = ["Hello", "A longer prompt, of more tokens", "x"]
+    together = model.generate(prompts, max_tokens=20, ignore_eos=True)
+    alone = [model.generate(prompt, max_tokens=20, ignore_eos=True) for prompt in prompts]
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    assert [(r.stats.rounds, r.stats.accepted) for r in together] == [
+        (r.stats.rounds, r.stats.accepted) for r in alone
+    ]
+    assert [r.prompt_tokens for r in together] == [len(model.encode(prompt)) for prompt in prompts]
+    assert isinstance(model.generate(["Hello"], max_tokens=2), list)
+
+
+def test_conversations_and_ids_are_prompts_too(model: LanguageModel) -> None:
+    """Guards the reading of a list: messages and ids are one prompt, lists of them are a batch."""
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ids = model.encode(talk)
+    expected = model.generate(talk, max_tokens=8).tokens
+    assert model.generate("Hello", system="Be brief.", max_tokens=8).tokens == expected
+    assert model.generate(ids, max_tokens=8).tokens == expected
+    assert [r.tokens for r in model.generate([talk, talk], max_tokens=8)] == [expected, expected]
+    assert [r.tokens for r in model.generate([ids, ids], max_tokens=8)] == [expected, expected]
+
+
+def test_raw_leaves_the_template_out(model: LanguageModel) -> None:
+    """Guards against a template that is always, or never, applied."""
+    raw = model.generate("Hello", raw=True, max_tokens=4)
+    chat = model.generate("Hello", max_tokens=4)
+    assert raw.prompt_tokens == len(model.target.tokenizer.encode("Hello")) < chat.prompt_tokens
+
+
+def test_streams_give_what_generate_gives(model: LanguageModel) -> None:
+    """Guards the pieces: joined they are the text, one per token, and the result is complete."""
+    expected = model.generate("Hello", max_tokens=30, ignore_eos=True)
+    stream = model.stream("Hello", max_tokens=30, ignore_eos=True)
+    pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == expected.text == stream.result.text
+    assert [piece.token for piece in pieces] == expected.tokens == stream.result.tokens
+    assert [piece.kind for piece in pieces] == expected.kinds == stream.result.kinds
+    assert stream.result.finish == "length"
+
+
+def test_streams_may_run_side_by_side(model: LanguageModel) -> None:
+    """Guards the drafter's memory: two engines must not call their sequences by the same id."""
+    expected = [model.generate(text, max_tokens=30, ignore_eos=True) for text in ("Hello", "Good night")]
+    streams = [model.stream(text, max_tokens=30, ignore_eos=True) for text in ("Hello", "Good night")]
+    pieces: list[list[Emission]] = [[], []]
+    for pair in zip(*streams, strict=True):  # one token of each in turn
+        for kept, piece in zip(pieces, pair, strict=True):
+            kept.append(piece)
+    for stream in streams:
+        stream.close()
+    assert [[piece.token for piece in kept] for kept in pieces] == [r.tokens for r in expected]
+    assert [stream.result.stats.accepted for stream in streams] == [r.stats.accepted for r in expected]
+
+
+def test_leaving_a_stream_gives_everything_back(model: LanguageModel) -> None:
+    """Guards memory: rows of engine and drafter are freed when a caller stops half-way, or before the start."""
+    assert isinstance(model.drafter, Decoy)
+    with model.stream("Hello", max_tokens=50) as stream:
+        next(stream)
+        with pytest.raises(OptionError, match="has not ended"):
+            _ = stream.result
+    assert stream.result.finish == "abort" and stream.result.tokens
+    unread = model.stream("Hello")
+    unread.close()
+    assert unread.result.finish == "abort" and unread.result.tokens == []
+    for engine in (stream._engine, unread._engine):
+        assert not engine.busy and engine.cache.bytes == 0
+    assert model.drafter.cache.bytes == 0
+
+
+def test_a_stop_text_cuts_tokens_and_kinds_alike(model: LanguageModel) -> None:
+    """Guards the alignment of tokens and kinds where a stop string takes tokens back that were emitted."""
+    whole = model.generate("Hello", max_tokens=40, ignore_eos=True)
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    for given in (stop, [stop, "never"]):
+        cut = model.generate("Hello", max_tokens=40, ignore_eos=True, stop=given)
+        assert cut.finish == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+        assert len(cut.kinds) == len(cut.tokens) < 40
+
+
+def test_compare_runs_both_sides(model: LanguageModel, plain: LanguageModel) -> None:
+    """Guards the comparison: both outputs are the ones of separate runs, warm-up rounds are not counted."""
+    seen: list[int] = []
+    comparison = model.compare(
+        "Hello",
+        lambda outcome: seen.extend(piece.token for piece in outcome.emissions),
+        max_tokens=20,
+        ignore_eos=True,
+    )
+    expected = plain.generate("Hello", max_tokens=20, ignore_eos=True)
+    assert comparison.identical and comparison.lossless
+    assert comparison.plain.tokens == comparison.speculative.tokens == expected.tokens == seen
+    assert comparison.plain.stats.rounds == 20 > comparison.speculative.stats.rounds
+    assert comparison.plain.stats.tokens == comparison.speculative.stats.tokens == 20
+    assert comparison.speedup > 0.0
+
+
+def test_compare_sees_a_broken_round(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a comparison that always says identical: here the speculative side mixes up cache rows."""
+    from jetspec.target.cache import KVCache
+
+    keep = KVCache.keep
+
+    def wrong(self: KVCache, key: int, path: list[int]) -> None:
+        keep(self, key, range(len(path)) if path and path[-1] >= len(path) else path)
+
+    monkeypatch.setattr(KVCache, "keep", wrong)
+    comparison = model.compare("Hello", max_tokens=40, ignore_eos=True)
+    assert not comparison.identical and not comparison.lossless
+    first = comparison.divergence
+    assert first is not None and first.gap > 1e-3
+    assert comparison.plain.tokens[: first.place] == comparison.speculative.tokens[: first.place]
+    assert (first.plain, first.other) == (
+        comparison.plain.tokens[first.place],
+        comparison.speculative.tokens[first.place],
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", [], [""], [[]], ["Hello", ""]])
+def test_empty_prompts_are_refused(model: LanguageModel, prompt: object) -> None:
+    """Guards against an empty forward deep in the engine, with a message nobody can use."""
+    with pytest.raises(PromptError):
+        model.generate(prompt)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"Hello", [1, "a"], [{"role": "user"}, 3], [None], [True]])
+def test_what_is_no_prompt_is_refused(model: LanguageModel, prompt: object) -> None:
+    """Guards against a traceback from the tokenizer for a prompt of the wrong type."""
+    with pytest.raises(PromptError):
+        model.generate(prompt)  # type: ignore[call-overload]
+
+
+def test_a_prompt_must_fit(model: LanguageModel) -> None:
+    """Guards the context's end: a prompt that fills it is refused at once, by stream() too."""
+    with pytest.raises(PromptError, match=f"context ends at {CONTEXT}"):
+        model.stream("a b " * CONTEXT)
+    assert model.generate([5] * (CONTEXT - 1), ignore_eos=True).finish == "length"
+
+
+def test_options_are_strict(model: LanguageModel) -> None:
+    """Guards against misspelled options that are silently ignored."""
+    with pytest.raises(OptionError, match="unknown option 'temprature'; valid: temperature"):
+        model.generate("Hello", temprature=1.0)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="choose one of them"):
+        model.generate("Hello", raw=True, system="Be brief.")
+    with pytest.raises(OptionError, match="top_p"):
+        model.stream("Hello", top_p=0.0)
+
+
+def test_load_checks_cheap_things_first() -> None:
+    """Guards the user's time: a bad budget or builder shows before a model is read, or fetched."""
+    with pytest.raises(OptionError, match="budget"):
+        load("no such model", budget=-1)
+    with pytest.raises(OptionError, match="valid: best-first, beam, chain"):
+        load("no such model", grow="worst-first")
+
+
+def test_load_names_a_missing_head(tiny_folder: Path) -> None:
+    """Guards against a typo in the head's name that decodes plainly without a word."""
+    with pytest.raises(HeadError, match="'nowhere' was not found"):
+        load(str(tiny_folder), "nowhere")
+
+
+def test_engine_accepts_the_loaded_parts(model: LanguageModel) -> None:
+    """Guards the way down: target and drafter of a loaded model work in an engine made by hand."""
+    engine = Engine(model.target, model.drafter, budget=12)
+    sequence = engine.generate([model.encode("Hello")])[0]
+    assert sequence.emitted == model.generate("Hello").tokens

@@ -1,0 +1,157 @@
+"""What a batch says: roots, parents, teachers and weights, compared with the target itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.errors import DataError
+from jetspec.target.plan import chunk
+from jetspec.target.target import Target
+from jetspec.train.data import Batch, Corpus, batches_at
+from jetspec.train.features import shard_paths
+from tests.draft.tiny import TAPS, tiny_answers, tiny_target
+
+DEPTH = 4
+STEP: dict[str, Any] = {"seed": 3, "answers": 4, "anchors": 6, "weights": torch.ones(DEPTH), "part": 3}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_same_start: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """One frozen target for all tests."""
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def corpus(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Answers of the target with its features, greedy and sampled ones."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("answers")
+    return tiny_answers(target, folder, tokens=9, temperatures=((0.0, 0.5), (1.0, 0.5)))
+
+
+def identify(corpus: Corpus, batch: Batch, row: int) -> list[int]:
+    """Tokens of the answer that a row of a batch was made of, found by its taps."""
+    for entry in corpus.training:
+        taps = corpus.taps_of(entry)
+        if torch.equal(taps, batch.taps[row, : taps.shape[0]]) and not batch.taps[row, taps.shape[0] :].any():
+            return corpus.tokens(entry).tolist()
+    raise AssertionError("a row of the batch is no answer of the corpus")
+
+
+def test_what_a_slot_learns_is_the_targets_own_law(target: Target, corpus: Corpus) -> None:
+    """Guards every off-by-one of training: slot k of the block at root a learns the target's law of token
+    a + k given all tokens before it, its parent is token a + k - 1, and the last taps are those of row a - 1.
+
+    Logits of size up to 40 come from states rounded to float16 (1e-3), so they may differ by 0.1; laws of
+    neighbouring tokens differ by 10."""
+    matrix = target.transformer.output_matrix
+    supervised = 0
+    for batch in batches_at(corpus, 0, **STEP):
+        for n in range(batch.anchors.shape[0]):
+            tokens = identify(corpus, batch, n)
+            cache = target.new_cache()
+            cache.add(0)
+            plan = chunk([(0, tokens)], cache, logits=True)
+            output = target.forward(plan, cache, TAPS)
+            assert output.logits is not None and output.taps is not None
+            for a, anchor in enumerate(batch.anchors[n].tolist()):
+                assert int(batch.roots[n, a]) == tokens[anchor]
+                last = output.taps[anchor - 1] if anchor else torch.zeros(len(TAPS) * 64)
+                assert torch.allclose(batch.last_taps[n, a], last, rtol=2e-3, atol=2e-3)
+                for k in range(1, DEPTH + 1):
+                    exists = anchor + k < len(tokens)
+                    assert bool(batch.weight[n, a, k - 1]) == exists
+                    if not exists:
+                        continue
+                    supervised += 1
+                    assert int(batch.parents[n, a, k - 1]) == tokens[anchor + k - 1]
+                    law = matrix @ batch.teacher[int(batch.teacher_row[n, a, k - 1])]
+                    assert (law - output.logits[anchor + k - 1]).abs().max() < 0.1
+    assert supervised > 30
+
+
+def test_every_anchor_is_supervised_and_lies_in_the_answer(corpus: Corpus) -> None:
+    """Guards against anchors that learn nothing or that learn the prompt (TorchSpec #129)."""
+    starts = {tuple(corpus.tokens(entry).tolist()): entry.prompt_len for entry in corpus.training}
+    for step in range(8):
+        for batch in batches_at(corpus, step, **STEP):
+            assert bool((batch.weight[:, :, 0] > 0).all())
+            for n in range(batch.anchors.shape[0]):
+                first = starts[tuple(identify(corpus, batch, n))] - 1
+                assert int(batch.anchors[n].min()) >= first
+                assert len(set(batch.anchors[n].tolist())) == STEP["anchors"]
+
+
+def test_a_batch_depends_on_seed_and_step_alone(corpus: Corpus) -> None:
+    """Guards exact resume: whatever was drawn before, a step sees the same batch; other steps and seeds see
+    others, and an epoch sees no answer twice."""
+    torch.manual_seed(1)
+    first = list(batches_at(corpus, 5, **STEP))
+    torch.manual_seed(2)
+    list(batches_at(corpus, 4, **STEP))
+    again = list(batches_at(Corpus([corpus.training[0].path.parent], holdout=4), 5, **STEP))
+    for a, b in zip(first, again, strict=True):
+        for field in Batch.__dataclass_fields__:
+            assert torch.equal(getattr(a, field), getattr(b, field)), field
+    for other in ({"step": 6}, {"step": 5, "seed": 4}):
+        batches = list(batches_at(corpus, **{**STEP, **other}))  # type: ignore[arg-type]
+        assert any(not torch.equal(a.anchors, b.anchors) for a, b in zip(first, batches, strict=True))
+    per_epoch = len(corpus.training) // STEP["answers"]
+    seen = [
+        tuple(identify(corpus, batch, n))
+        for step in range(per_epoch)
+        for batch in batches_at(corpus, step, **STEP)
+        for n in range(batch.anchors.shape[0])
+    ]
+    assert len(seen) == len(set(seen)) == per_epoch * STEP["answers"]
+
+
+def test_held_out_answers_are_never_trained_on(corpus: Corpus) -> None:
+    """Guards validation against a leak."""
+    training = {(entry.path, entry.start) for entry in corpus.training}
+    assert len(corpus.held_out) == 3
+    assert not training & {(entry.path, entry.start) for entry in corpus.held_out}
+
+
+def test_draft_vocabulary_is_the_most_frequent_ids(corpus: Corpus) -> None:
+    """Guards the vocabulary against counting prompts, losing order, or leaving out ids that come up."""
+    counts = torch.zeros(200, dtype=torch.long)
+    for entry in corpus.training:
+        counts += torch.bincount(corpus.tokens(entry)[entry.prompt_len :], minlength=200)
+    vocab = corpus.frequent_ids(20, 200)
+    assert vocab.tolist() == sorted(set(vocab.tolist())) and len(vocab) == 20
+    rest = counts.clone()
+    rest[vocab] = 0
+    assert int(counts[vocab].min()) >= int(rest.max())
+    assert torch.equal(corpus.frequent_ids(200, 200), torch.arange(200))
+
+
+def test_corpus_keeps_to_the_shards_it_began_with(target: Target, tmp_path: Path) -> None:
+    """Guards exact resume while more answers are being written, and says so when answers have gone."""
+    whole = tiny_answers(target, tmp_path, prompts=70, tokens=3)
+    assert whole.shards == [2]
+    early = Corpus([tmp_path], shards=[1])
+    assert len(early.training) + len(early.held_out) == 64
+    with pytest.raises(DataError, match="are gone"):
+        Corpus([tmp_path], shards=[3])
+
+
+def test_damaged_shards_are_named(target: Target, tmp_path: Path) -> None:
+    """Guards against a traceback or, worse, training on half a file."""
+    with pytest.raises(DataError, match="jetspec answers"):
+        Corpus([tmp_path])
+    tiny_answers(target, tmp_path, prompts=4, tokens=3)
+    (path,) = shard_paths(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    with pytest.raises(DataError, match=path.name):
+        Corpus([tmp_path])

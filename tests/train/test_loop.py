@@ -1,0 +1,203 @@
+"""Training goes on exactly where it stopped, learns, and refuses to go on from something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.draft.checkpoint import load_head
+from jetspec.errors import DataError
+from jetspec.target.target import Target
+from jetspec.train import loop as loop_module
+from jetspec.train.data import Corpus
+from jetspec.train.loop import LoopOptions, Report, train
+from jetspec.train.model import HeadModule, initialise
+from tests.draft.tiny import random_head, tiny_answers, tiny_target
+
+OPTIONS = LoopOptions(steps=8, answers=4, anchors=4, part=3, checkpoint_minutes=0.0, validate_minutes=1e6)
+
+
+class Killed(Exception):
+    """Stands for a kill at any moment."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_same_start: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """One frozen target for all tests."""
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def corpus(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Twelve short greedy answers."""
+    torch.set_num_threads(1)
+    return tiny_answers(target, tmp_path_factory.mktemp("answers"))
+
+
+def new_module(target: Target, seed: int = 0, **options: Any) -> HeadModule:
+    """A head before training."""
+    module = HeadModule(random_head(target, **options).config, target.transformer.embedding)
+    initialise(module, seed=seed)
+    return module
+
+
+def run(
+    target: Target,
+    corpus: Corpus,
+    folder: Path,
+    options: LoopOptions = OPTIONS,
+    seed: int = 0,
+    watch: Callable[[Report], None] = lambda report: None,
+    **head: Any,
+) -> HeadModule:
+    """Train a new module in a folder."""
+    module = new_module(target, seed, **head)
+    vocab = corpus.frequent_ids(60, 200)
+    train(module, corpus, vocab, target.transformer.output_matrix[vocab], folder, options, {}, watch)
+    return module
+
+
+def save_every(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Checkpoints by steps instead of by time."""
+    save = loop_module._Run.save
+
+    def sometimes(self: Any) -> None:
+        if self.step % steps == 0:
+            save(self)
+
+    monkeypatch.setattr(loop_module._Run, "save", sometimes)
+
+
+def kill_at(step: int) -> Callable[[Report], None]:
+    """Ends the process, as it were, after a step and before its checkpoint."""
+
+    def watch(report: Report) -> None:
+        if report.step == step and report.by_depth:
+            raise Killed
+
+    return watch
+
+
+@pytest.mark.parametrize("kills", [[4], [5], [1, 5, 7]], ids=["at-checkpoint", "between", "thrice"])
+def test_resume_is_bitwise_exact(
+    target: Target, corpus: Corpus, tmp_path: Path, kills: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the promise that a killed run ends with the weights of one that was not: same batches, rates,
+    moments and step counts. A new module starts from other weights, so they must all come from the file."""
+    save_every(monkeypatch, 2)
+    whole = run(target, corpus, tmp_path / "whole")
+    for step in kills:
+        saved = (tmp_path / "killed" / "checkpoint.safetensors").exists()
+        with pytest.raises(Killed):
+            run(target, corpus, tmp_path / "killed", seed=step if saved else 0, watch=kill_at(step))
+    resumed = run(target, corpus, tmp_path / "killed", seed=99)
+    start = new_module(target)
+    for name in whole.names:
+        assert torch.equal(whole.weight(name), resumed.weight(name)), name
+    assert not torch.equal(whole.weight("fc.weight"), start.weight("fc.weight"))
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "killed")]
+    assert [json.loads(line)["step"] for line in logs[0]] == [json.loads(line)["step"] for line in logs[1]]
+
+
+def test_a_schedule_in_minutes_survives_a_restart(
+    target: Target, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the length of a schedule that was measured: a restart must not measure it again."""
+    monkeypatch.setattr(loop_module, "_PROBE_STEPS", 3)
+    options = replace(OPTIONS, steps=None, minutes=1.0, checkpoint_minutes=1e6)
+    lengths: list[int] = []
+
+    def watch(report: Report) -> None:
+        lengths.append(report.steps)
+        if report.step == 5:
+            raise Killed
+
+    for _ in range(2):
+        with pytest.raises(Killed):
+            run(target, corpus, tmp_path, options, watch=watch)
+    assert lengths[:2] == [0, 0]
+    assert len(lengths) == 5 + 2  # steps 1..5, then 4 and 5 from the checkpoint of step 3
+    assert len(set(lengths[2:])) == 1 and lengths[2] > 5
+
+
+def test_other_runs_are_refused(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    """Guards against a mixture of two runs in one folder: other options, mask, shape or damaged file."""
+    run(target, corpus, tmp_path, replace(OPTIONS, steps=2))
+    with pytest.raises(DataError, match="learning_rate"):
+        run(target, corpus, tmp_path, replace(OPTIONS, learning_rate=5.0))
+    with pytest.raises(DataError, match="another head"):
+        run(target, corpus, tmp_path, causal=False)
+    with pytest.raises(DataError, match="another shape"):
+        run(target, corpus, tmp_path, block_size=6)
+    fewer = Corpus([corpus.training[0].path.parent], holdout=3)
+    with pytest.raises(DataError, match="other answers"):
+        run(target, fewer, tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match="damaged"):
+        run(target, corpus, tmp_path)
+
+
+def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    """Guards the same command given twice: no further step, the same head."""
+    first = run(target, corpus, tmp_path)
+    seen: list[int] = []
+    second = run(target, corpus, tmp_path, seed=1, watch=lambda report: seen.append(report.step))
+    assert seen == [8]
+    assert all(torch.equal(first.weight(name), second.weight(name)) for name in first.names)
+    head = load_head(tmp_path / "head")
+    assert head.manifest["steps"] == 8 and head.vocab is not None
+    for name, tensor in head.weights.items():
+        assert torch.equal(tensor, first.weight(name).detach().half())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_the_loss_goes_down(target: Target, corpus: Corpus, tmp_path: Path, causal: bool) -> None:
+    """Guards against a head that does not learn: nine answers are nearly known by heart after 60 steps."""
+    losses: list[float] = []
+    options = replace(OPTIONS, steps=60, checkpoint_minutes=1e6, learning_rate=3e-3)
+    watch: Callable[[Report], None] = lambda report: losses.append(report.loss) if report.by_depth else None  # noqa: E731
+    run(target, corpus, tmp_path, options, watch=watch, causal=causal)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_stops_the_run(
+    target: Target, corpus: Corpus, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the last good checkpoint: a NaN must end the run before it reaches the weights."""
+    module = new_module(target)
+    broken = {"step": 0}
+    real = loop_module.fused_kl
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if broken["step"] < 3:
+            return result
+        factor = float("nan") if where == "loss" else 1.0
+        loss = result.loss * factor
+        if where == "gradient":
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return result._replace(loss=loss)
+
+    def watch(report: Report) -> None:
+        broken["step"] = report.step
+
+    monkeypatch.setattr(loop_module, "fused_kl", sometimes)
+    vocab = torch.arange(200)
+    matrix = target.transformer.output_matrix
+    with pytest.raises(DataError, match="step 3 is"):
+        train(module, corpus, vocab, matrix, tmp_path, OPTIONS, {}, watch)
+    assert all(bool(module.weight(name).isfinite().all()) for name in module.names)
+    assert (tmp_path / "checkpoint.safetensors").exists() and not (tmp_path / "head").exists()
