@@ -44,7 +44,7 @@ def test_public_names_exist(name: str) -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    """Guards `hasattr` and `from jetspec import x` against a lazy loader that raises KeyError or returns None."""
+    """Guards `hasattr` and imports by name against a lazy loader that raises KeyError or returns None."""
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = jetspec.nonsense
 
@@ -59,7 +59,7 @@ def test_version_is_that_of_the_package() -> None:
 def test_drafts_do_not_change_the_text(
     model: LanguageModel, plain: LanguageModel, temperature: float
 ) -> None:
-    """Guards the promise of the library at its top: same text, whatever drafts; and that drafts were accepted."""
+    """Guards the promise of the library at its top: same text, whatever drafts; and drafts were accepted."""
     drafted = model.generate("Hello", max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     expected = plain.generate("Hello", max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     assert (drafted.text, drafted.tokens) == (expected.text, expected.tokens)
@@ -125,7 +125,7 @@ def test_streams_may_run_side_by_side(model: LanguageModel) -> None:
 
 
 def test_leaving_a_stream_gives_everything_back(model: LanguageModel) -> None:
-    """Guards memory: rows of engine and drafter are freed when a caller stops half-way, or before the start."""
+    """Guards memory: rows of engine and drafter are freed when a caller stops half-way or never starts."""
     assert isinstance(model.drafter, Decoy)
     with model.stream("Hello", max_tokens=50) as stream:
         next(stream)
@@ -168,7 +168,7 @@ def test_compare_runs_both_sides(model: LanguageModel, plain: LanguageModel) -> 
 
 
 def test_compare_sees_a_broken_round(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a comparison that always says identical: here the speculative side mixes up cache rows."""
+    """Guards against a comparison that always says identical: here speculation mixes up cache rows."""
     from jetspec.target.cache import KVCache
 
     keep = KVCache.keep

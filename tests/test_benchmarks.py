@@ -71,6 +71,7 @@ def test_interval_covers(monkeypatch: pytest.MonkeyPatch) -> None:
     less than once in a thousand. The seed is fixed.
     """
     summary = script("summary", monkeypatch)
+    monkeypatch.setattr(summary, "RESAMPLES", 500)  # ten thousand would take a minute
     dice = np.random.default_rng(5)
     hits = 0
     for _ in range(200):

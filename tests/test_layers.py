@@ -22,6 +22,7 @@ STAGES = (
     ("draft",),
     ("budget",),
     ("decode",),
+    ("api",),
     ("train", "bench", "serve"),
     ("cli", "__main__"),
 )

@@ -154,9 +154,7 @@ class LanguageModel:
         self, prompts: list[str] | list[list[dict[str, Any]]] | list[list[int]], **options: Unpack[Options]
     ) -> list[Result]: ...
 
-    def generate(
-        self, prompts: Prompt | Many[Prompt], **options: Unpack[Options]
-    ) -> Result | list[Result]:
+    def generate(self, prompts: Prompt | Many[Prompt], **options: Unpack[Options]) -> Result | list[Result]:
         """Decode a prompt, or several as one batch: a Result for one prompt, a list of Results for a list.
 
         Raises PromptError or OptionError, before anything is decoded.

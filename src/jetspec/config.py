@@ -46,7 +46,7 @@ _SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 @dataclass(frozen=True)
 class Request:
-    """Options, checked and sorted by who needs them; made before a model is loaded, so mistakes show at once."""
+    """Options, checked and sorted by who needs them; made before a model is loaded."""
 
     sampling: Sampling
     limits: Limits
@@ -75,6 +75,6 @@ class Request:
 
 
 def check_text(text: str, raw: bool = False) -> None:
-    """Raise PromptError if a text prompt is empty; blanks count as a prompt only where it is used as it is."""
+    """Raise PromptError if a text prompt is empty; blanks are a prompt only if it is used raw."""
     if not (text if raw else text.strip()):
         raise PromptError("the prompt is empty: give at least one word ('-' reads it from standard input)")

@@ -57,9 +57,7 @@ def test_the_gap_is_that_of_the_logits_before_the_token(target: Target) -> None:
         assert gap == pytest.approx(best - second, abs=1e-4)
 
 
-def test_a_small_gap_is_a_tie_and_a_large_one_is_not(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_gap_is_a_tie_and_a_large_one_is_not(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the verdict on both sides of the bound."""
     for gap, tie in ((9e-4, True), (2e-3, False), (float("inf"), False)):
         monkeypatch.setattr("jetspec.decode.compare.top_two_gap", lambda *_, gap=gap: gap)
@@ -68,7 +66,7 @@ def test_a_small_gap_is_a_tie_and_a_large_one_is_not(
 
 
 def test_sampled_gaps_include_the_noise(target: Target) -> None:
-    """Guards ties at a temperature: what is compared there is logit plus noise, not the logit; top-k 1 leaves no rival."""
+    """Guards ties at a temperature: logit plus noise is compared there; top-k 1 leaves no rival."""
     greedy = top_two_gap(target, PROMPT, len(PROMPT), Sampling())
     sampled = {top_two_gap(target, PROMPT, len(PROMPT), Sampling(temperature=1.0, seed=s)) for s in range(3)}
     assert len(sampled | {greedy}) == 4

@@ -168,7 +168,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         tensor_edit(lambda t: t.update({"model.norm.weight": torch.ones(64)})),
         "unexpected model.norm.weight",
     ),
-    "misshaped tensor": (tensor_edit(lambda t: t.update({"norm.weight": torch.ones(63)})), r"norm.weight .*63"),
+    "misshaped tensor": (
+        tensor_edit(lambda t: t.update({"norm.weight": torch.ones(63)})),
+        r"norm.weight .*63",
+    ),
     "NaN": (
         tensor_edit(lambda t: t.update({"fc.weight": t["fc.weight"] * float("nan")})),
         "fc.weight .*not finite",
@@ -222,7 +225,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor([3, 2])})),
         "draft_vocab must be ascending",
     ),
-    "big vocabulary": (tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor([3, VOCAB])})), "draft_vocab"),
+    "big vocabulary": (
+        tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor([3, VOCAB])})),
+        "draft_vocab",
+    ),
 }
 
 
@@ -285,5 +291,3 @@ def test_default_taps_fit_their_target(target: Target, layers: int) -> None:
     taps = default_tap_layers(layers)
     replace(config, taps=taps, target_layers=layers)
     assert default_tap_layers(30) == (1, 8, 14, 20, 27) and default_tap_layers(36) == (1, 9, 17, 25, 33)
-
-

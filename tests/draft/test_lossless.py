@@ -20,7 +20,7 @@ from tests.draft.tiny import MASK, random_head, tiny_target
 VOCAB = 24  # small, so that a random head is right often enough to be accepted at several depths
 PROMPTS = ([5], [7, 3, 11, 20, 2], [9, 9, 2, 3, 14, 8, 1, 20, 20, 5, 6])
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.0, seed=4)}
-LENGTH = 30
+LENGTH = 16
 HEADS: dict[str, dict[str, Any]] = {
     "gated": {},
     "marginals": {"scorer": "none", "rank": 0},

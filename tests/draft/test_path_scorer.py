@@ -32,7 +32,9 @@ def target() -> Target:
     return tiny_target()
 
 
-def scored(target: Target, kind: str, vocab: Tensor, roots: list[int]) -> tuple[Head, Tensor, Tensor, list[Any]]:
+def scored(
+    target: Target, kind: str, vocab: Tensor, roots: list[int]
+) -> tuple[Head, Tensor, Tensor, list[Any]]:
     """A head, random states and logits, and the proposals made of them."""
     head = random_head(target, scorer=kind, vocab=vocab)
     dice = torch.Generator().manual_seed(8)

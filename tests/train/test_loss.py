@@ -84,7 +84,9 @@ def test_parts_add_up_to_the_whole() -> None:
     total = float(given["weight"].sum())
     losses = []
     for rows in (slice(0, 10), slice(10, ROWS)):
-        part = {k: v[rows] if k in ("hidden", "terms", "teacher_row", "weight") else v for k, v in given.items()}
+        part = {
+            k: v[rows] if k in ("hidden", "terms", "teacher_row", "weight") else v for k, v in given.items()
+        }
         losses.append(fused_kl(**part, total=total).loss)
     assert torch.allclose(sum(losses, torch.zeros(())), whole.loss, rtol=1e-12)
     parts = gradients(losses[0] + losses[1], given)

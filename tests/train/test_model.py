@@ -55,7 +55,9 @@ def batch_of(source: MemoryCorpus, anchors: Tensor = ANCHORS, depth: int = 4) ->
     return make_batch(source, entries, anchors, torch.ones(depth))  # type: ignore[arg-type]
 
 
-def drafted(head: Head, target: Target, source: MemoryCorpus, pieces: int, flush: int, reject: bool) -> Tensor:
+def drafted(
+    head: Head, target: Target, source: MemoryCorpus, pieces: int, flush: int, reject: bool
+) -> Tensor:
     """The same slots from decoding: [n, A, D, H], all sequences in one forward per column of anchors."""
     vocab = torch.arange(VOCAB)
     columns = []
@@ -196,6 +198,8 @@ def test_blocks_and_answers_do_not_see_each_other(target: Target) -> None:
         for column in range(3):
             source = corpus()
             alone = MemoryCorpus([1], 1, 1)
-            alone.ids, alone.features, alone.states = ([x[n]] for x in (source.ids, source.features, source.states))
+            alone.ids, alone.features, alone.states = (
+                [x[n]] for x in (source.ids, source.features, source.states)
+            )
             single = module(batch_of(alone, ANCHORS[n : n + 1, column : column + 1])).detach()
             assert (single[0, 0] - together[n, column]).abs().max() < CLOSE

@@ -29,8 +29,9 @@ PROMPTS = (
 )
 BUDGETS = (2, 16)
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=7)}
-# Logits agree with another implementation's up to this share of the largest one: sums of a few thousand products in another
-# order, over some ten layers. Half precision rounds every intermediate result, in places that the two choose differently.
+# Logits agree with another implementation's up to this share of the largest one: sums of a few thousand
+# products in another order, over some ten layers. Half precision rounds every intermediate result, in places
+# that the two choose differently.
 LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 
 
@@ -59,7 +60,7 @@ class Run:
 
 
 def prompt_ids(target: Target) -> list[list[int]]:
-    """The built-in prompts, through the chat template if there is one; cut to half of a very short context."""
+    """The built-in prompts, through the chat template if there is one; cut to fit a very short context."""
     tokenizer = target.tokenizer
     most = max(1, target.config.max_positions // 2)
     if tokenizer.has_template:
@@ -68,7 +69,7 @@ def prompt_ids(target: Target) -> list[list[int]]:
 
 
 def plain_outputs(target: Target, prompts: list[list[int]], limits: Limits) -> dict[str, list[list[int]]]:
-    """What plain decoding emits: per sampling, per prompt. One prompt at a time, so that batches are checked too."""
+    """What plain decoding emits per sampling and prompt; one prompt at a time, so batches are checked too."""
     outputs: dict[str, list[list[int]]] = {}
     for name, sampling in SAMPLINGS.items():
         engine = Engine(target, None, budget=0)
@@ -116,7 +117,9 @@ def reference_logits(target: Target, folder: Path, ids: list[int]) -> dict[str, 
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, local_files_only=True)
         except Exception as error:  # it has its own exception for everything that can be wrong with a folder
             reason = " ".join(str(error).split())
-            raise ModelError(f"transformers cannot load {folder} ({reason}); leave it out with --no-reference") from error
+            raise ModelError(
+                f"transformers cannot load {folder} ({reason}); leave it out with --no-reference"
+            ) from error
     with torch.inference_mode():
         theirs = model.eval()(torch.tensor([ids])).logits[0].float()  # [T, V]
     del model
@@ -140,7 +143,8 @@ def reference_logits(target: Target, folder: Path, ids: list[int]) -> dict[str, 
 def head_facts(target: Target, drafter: Drafter, prompts: list[list[int]], limits: Limits) -> dict[str, Any]:
     """What a head reads, and how often it is right on the built-in prompts, greedily.
 
-    first_slot: share of rounds whose most probable first token is the target's; tau: with best-first trees of 16 nodes.
+    first_slot: share of rounds whose most probable first token is the target's; tau: with best-first trees of
+    16 nodes.
     """
     chain = Engine(target, drafter, budget=1, grow="chain")
     chain.generate(prompts, None, limits)

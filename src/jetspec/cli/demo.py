@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROMPTS = {
     "maths": "A baker sells 3 trays of 24 rolls before noon and half as many after noon."
     " How many rolls does she sell on that day? Show your steps.",
-    "code": "Write a Python function that returns the n-th Fibonacci number with a loop, and explain it briefly.",
+    "code": "Write a Python function that returns the n-th Fibonacci number with a loop. Explain it briefly.",
     "explanation": "Explain to a ten-year-old why the moon seems to change its shape during a month.",
     "list": "List six things to check before a long bicycle tour, each with one short reason.",
 }
@@ -38,7 +38,7 @@ def demo(
 ) -> None:
     """Decode four prompts with and without drafts.
 
-    Both sides run in turns, round by round, on the same prompt. Exit code 1 if texts differ by more than rounding.
+    Both sides run in turns, round by round. Exit code 1 if texts differ by more than rounding.
     """
     from jetspec.api import check_growth
     from jetspec.cli.report import divergence_text

@@ -128,7 +128,8 @@ def _print(screen: Screen, loaded: LanguageModel, findings: dict[str, Any]) -> N
         f" context {facts['context']}, {'with' if facts['chat_template'] else 'without'} chat template"
     )
     screen.line(
-        f"  {facts['dtype']} on {facts['device']}, {facts['threads']} of {facts['cpus']} threads, {facts['kernel']}"
+        f"  {facts['dtype']} on {facts['device']}, {facts['threads']} of {facts['cpus']} threads,"
+        f" {facts['kernel']}"
     )
     screen.line("  " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
     table = Table()
@@ -148,7 +149,7 @@ def _print(screen: Screen, loaded: LanguageModel, findings: dict[str, Any]) -> N
             "yes" if all(run["lossless"] for run in runs) else "NO",
         )
     screen.show(table)
-    screen.line("a run is one builder and budget on three prompts at once; gaps: accepted paths that skip rows", "dim")
+    screen.line("a run: one builder and budget, three prompts at once; gaps: accepted paths that skip rows")
     for line in _verdict_lines(findings):
         screen.line(line)
     screen.line("passed" if findings["passed"] else "FAILED", "green" if findings["passed"] else "red")
@@ -175,14 +176,14 @@ def _verdict_lines(findings: dict[str, Any]) -> list[str]:
         gap = "none" if first["gap"] is None else f"{first['gap']:.2g}"
         lines.append(
             f"  first difference: {run['drafter']}, {run['grow']}, budget {run['budget']}, {run['sampling']},"
-            f" prompt {first['prompt'] + 1}, token {first['place'] + 1}; top-two gap there {gap}"
+            f" prompt {first['prompt'] + 1}, token {first['place'] + 1}; top-two gap {gap}"
         )
     logits = findings["reference"]
     if logits is not None:
         verdict = "agree with" if logits["agree"] else "DIFFER from"
         lines.append(
             f"logits {verdict} those of transformers: largest difference {logits['max_difference']:.2g}"
-            f" (bound {logits['bound']:.2g}), same best token in {logits['same_best']} of {logits['rows']} rows"
+            f" (bound {logits['bound']:.2g}), same best token in {logits['same_best']} of {logits['rows']}"
         )
     head = findings["head"]
     if head is not None:

@@ -1,4 +1,4 @@
-"""`jetspec generate`, which is also `jetspec "prompt"`: decode one prompt, showing what was drafted and what was not."""
+"""`jetspec generate`, which is also `jetspec "prompt"`: decode one prompt, showing what was drafted."""
 
 from __future__ import annotations
 

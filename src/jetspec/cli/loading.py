@@ -35,7 +35,7 @@ def open_model(
     screen.progress(f"loading {model}")
     loaded = jetspec.load(model, head, budget=budget, grow=grow, dtype=dtype, device=device)
     if head == "auto" and loaded.drafter.name == "off":
-        screen.note(f"jetspec: there is no draft head for {model} yet, so it decodes plainly; --head names one")
+        screen.note_later(f"jetspec: no draft head is packaged for {model}: decoding plainly (see --head)")
     return loaded
 
 
@@ -54,7 +54,17 @@ def read_prompt(prompt: str | None, raw: bool) -> str:
                 f"the prompt on standard input is not UTF-8 text (byte {error.start}); convert it first"
             ) from error
         prompt = prompt.removesuffix("\n").removesuffix("\r")
+    elif prompt is not None and not prompt.isascii():
+        prompt = _from_argument(prompt)
     if prompt is None:
         raise PromptError("there is no prompt: write it in quotes, or pipe it in")
     check_text(prompt, raw)
     return prompt
+
+
+def _from_argument(prompt: str) -> str:
+    """The prompt as the terminal sent it: in a locale without UTF-8 its bytes arrive as lone surrogates."""
+    try:
+        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise PromptError("the prompt is not UTF-8 text; convert it first") from error

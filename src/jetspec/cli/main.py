@@ -29,12 +29,12 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("tree")(tree.tree)
 app.command("answers")(train.answers)
-app.command("train")(train.train)
+app.command("train", short_help="Train a draft head for a target.")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
-# Newer releases of typer carry their own copy of click, older ones use the package; this is the base of either's usage errors.
+# ClickException, the base of usage errors: newer releases of typer carry their own copy of click.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
 
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     _use_utf8()
     try:
-        code = app(args=arguments(sys.argv[1:] if argv is None else argv), prog_name="jetspec", standalone_mode=False)
+        given = arguments(sys.argv[1:] if argv is None else argv)
+        code = app(args=given, prog_name="jetspec", standalone_mode=False)
         sys.stdout.flush()  # here, where a full disk can still be reported
     except UserError as error:
         return _fail(str(error))
@@ -92,8 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("not enough memory; choose a smaller model, --dtype bfloat16, or a shorter prompt")
     if code == INTERRUPTED:
         _discard_output()
+        line_break = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
         with contextlib.suppress(OSError):
-            print("\njetspec: interrupted" if sys.stderr.isatty() else "jetspec: interrupted", file=sys.stderr)
+            print(f"{line_break}jetspec: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
@@ -117,7 +119,7 @@ def _use_utf8() -> None:
 
 
 def _discard_output() -> None:
-    """Make the interpreter's last flush harmless: what could not be written is lost, and that was reported."""
+    """Make the interpreter's last flush harmless; what could not be written is lost."""
     with contextlib.suppress(OSError, ValueError):
         stdout: TextIO = sys.stdout
         null = os.open(os.devnull, os.O_WRONLY)

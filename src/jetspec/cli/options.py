@@ -77,9 +77,7 @@ MinP = Annotated[
 ]
 RepetitionPenalty = Annotated[
     float,
-    typer.Option(
-        "--repetition-penalty", metavar="X", help="Above 1 disfavours tokens of prompt and output."
-    ),
+    typer.Option("--repetition-penalty", metavar="X", help="Above 1 disfavours tokens of prompt and output."),
 ]
 PresencePenalty = Annotated[
     float,
@@ -93,7 +91,7 @@ FrequencyPenalty = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option("--seed", metavar="N", help="Selects the text at a temperature above 0, whatever is drafted."),
+    typer.Option("--seed", metavar="N", help="Selects the text at a temperature above 0."),
 ]
 
 # --- the prompt and the end of the text
@@ -135,6 +133,6 @@ Reference = Annotated[
     bool,
     typer.Option(
         "--reference/--no-reference",
-        help="Compare logits with those of the transformers library, which needs the weights twice in memory.",
+        help="Compare logits with those of transformers, which takes the memory of a second copy.",
     ),
 ]

@@ -25,11 +25,16 @@ def closing_lines(result: Result) -> list[str]:
     head = f"{stats.tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {_rounds(stats)}"
     total = stats.decode_seconds or math.nan
     split = " · ".join(
-        f"{name} {1e3 * stats.seconds[name] / max(1, stats.rounds):.2f} ms ({stats.seconds[name] / total:.0%})"
+        f"{name} {_per_round(stats, name):.2f} ms ({stats.seconds[name] / total:.0%})"
         for name in _ROUND_PHASES
     )
     prefill = f"prefill {1e3 * stats.seconds['prefill']:.0f} ms for {result.prompt_tokens} tokens"
     return [head, f"per round: {split} · {prefill}"]
+
+
+def _per_round(stats: Stats, phase: str) -> float:
+    """Milliseconds of a phase per round."""
+    return 1e3 * stats.seconds[phase] / max(1, stats.rounds)
 
 
 def _rounds(stats: Stats) -> str:
@@ -59,7 +64,8 @@ def divergence_text(first: Divergence, target: Target) -> str:
     why = f"a numeric tie, below {bound}" if first.tie else f"NOT a numeric tie, which ends at {bound}"
     return (
         f"the texts differ at token {first.place + 1}: plain {token_text(target, first.plain)},"
-        f" speculative {token_text(target, first.other)}; plain decoding's top-two gap there is {first.gap:.2g}, {why}"
+        f" speculative {token_text(target, first.other)}; plain decoding's top-two gap there is"
+        f" {first.gap:.2g}, {why}"
     )
 
 
@@ -72,11 +78,9 @@ def token_text(target: Target, token: int | None) -> str:
 
 def result_values(result: Result) -> dict[str, Any]:
     """A result for JSON."""
-    tokens = [
-        {"id": token, "kind": kind} for token, kind in zip(result.tokens, result.kinds, strict=True)
-    ]
+    tokens = [{"id": token, "kind": kind} for token, kind in zip(result.tokens, result.kinds, strict=True)]
     stats = result.stats
-    per_round = {name: 1e3 * stats.seconds[name] / max(1, stats.rounds) for name in _ROUND_PHASES}
+    per_round = {name: _per_round(stats, name) for name in _ROUND_PHASES}
     return {
         "text": result.text,
         "finish": result.finish,

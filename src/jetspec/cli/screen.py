@@ -1,8 +1,8 @@
-"""What goes to the terminal: the model's text and results to standard output, everything else to standard error.
+"""What is printed: the model's text and results on standard output, everything else on standard error.
 
 Text of a model (and of a prompt) is data. It is never read as markup, and no control character of it reaches
-the terminal: they are shown as symbols (␛ for escape), whether the output is a terminal or a pipe that may end
-on one. `--json` gives the exact text.
+the terminal: they are shown as symbols (␛ for escape), also on a pipe, which may end on a terminal. `--json`
+gives the exact text.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class Screen:
         )
         self.quiet = quiet
         self._mid_line = False
+        self._later = ""
 
     def text(self, text: str, style: str = "") -> None:
         """A piece of the model's text, at once and without a line break of ours."""
+        self._catch_up()
         if text:
             self.out.out(printable(text), style=style or None, end="", highlight=False)
             self._mid_line = not text.endswith("\n")
@@ -63,6 +65,7 @@ class Screen:
 
     def line(self, text: str, style: str = "") -> None:
         """A line of a result."""
+        self._catch_up()
         self.out.out(printable(text), style=style or None, highlight=False)
         self._mid_line = False
 
@@ -75,6 +78,15 @@ class Screen:
         if not self.quiet:
             self.err.out(printable(text), style=style, highlight=False)
 
+    def note_later(self, text: str) -> None:
+        """A note that comes with the first output, and not at all if there is an error before it."""
+        self._later = text
+
+    def _catch_up(self) -> None:
+        if self._later:
+            later, self._later = self._later, ""
+            self.note(later)
+
     def progress(self, text: str) -> None:
         """What is being done just now: on a terminal only."""
         if self.err.is_terminal:
@@ -82,4 +94,5 @@ class Screen:
 
     def json(self, values: dict[str, Any]) -> None:
         """One JSON object, and nothing else on standard output."""
+        self._catch_up()
         print(json.dumps(values, ensure_ascii=False, allow_nan=False))

@@ -79,7 +79,7 @@ def tree(
 def _find(rounds: Iterator[Outcome], wanted: int) -> tuple[int, str, Outcome]:
     """Round `wanted`, or the last if there are fewer: its number, the text before it, and its outcome."""
     before = after = ""
-    for number, outcome in enumerate(rounds, start=1):  # noqa: B007 (read after the loop)
+    for number, outcome in enumerate(rounds, start=1):
         before, after = after, outcome.sequence.text
         if number == wanted:
             break
@@ -101,17 +101,22 @@ def _draw(screen: Screen, target: Target, number: int, before: str, outcome: Out
     drafted, path, bonus = outcome.tree, outcome.path, _bonus(outcome)
     tail = before[-160:]
     screen.line(f"…{tail}" if len(tail) < len(before) else tail, "dim")
+    emitted = len(outcome.emissions)
     screen.line(
-        f"round {number}: {drafted.budget} nodes drafted, {len(path) - 1} accepted, {len(outcome.emissions)} emitted"
+        f"round {number}: {drafted.budget} nodes drafted, {len(path) - 1} accepted, {emitted} emitted"
     )
     for line in draw_segments(drafted, decode, path, None if bonus is None else decode(bonus)):
         pieces = [(printable(text), _STYLES[style]) for text, style in line]
         screen.out.print(Text.assemble(*pieces), soft_wrap=True)
-    legend = Text.assemble(
-        ("accepted ✓", "green"), " · ", ("bonus: the target's own token", "yellow"), " · ", ("rejected", "red")
+    legend = (
+        ("accepted ✓", "green"),
+        " · ",
+        ("bonus: the target's own", "yellow"),
+        " · ",
+        ("rejected", "red"),
     )
-    screen.out.print(legend, soft_wrap=True)
-    screen.out.print(Text("percent: the draft's probability of the path down to the token", "dim"), soft_wrap=True)
+    screen.out.print(Text.assemble(*legend), soft_wrap=True)
+    screen.line("percent: the draft's probability of the path down to the token", "dim")
 
 
 def _values(outcome: Outcome, target: Target) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jetspec.target.target import Target
 from jetspec.tree import Tree
 
 # Two forwards of different shape add the same products in another order. Where the two best scores are closer
-# than this, rounding decides which one wins: tens (the size of logits) times some units in the dtype's last place.
+# than this, rounding decides which one wins: the size of logits (tens) times some units in the last place.
 TIE_BELOW = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-1}
 
 
@@ -45,7 +45,7 @@ def in_turns(
 ) -> list[Sequence]:
     """Decode one prompt to its end on every engine, round by round; next is the one with the fewest tokens.
 
-    That way whatever else the machine does hits all of them alike. Each engine decodes one round of the prompt
+    That way whatever else the machine does hits all alike. Each engine decodes one round of the prompt
     beforehand as a warm-up, which is not counted: `engine.stats` covers this run alone. `watch` sees every
     round as it happens.
     """

@@ -44,7 +44,7 @@ class Corpus:
     Raises DataError if there are no answers, if shards hold different taps, or if a shard is damaged or gone.
     """
 
-    def __init__(self, folders: Many[Path], holdout: int = 25, shards: Many[int] | None = None) -> None:
+    def __init__(self, folders: Many[Path], holdout: int = 40, shards: Many[int] | None = None) -> None:
         found = [shard_paths(folder) for folder in folders]
         if shards is not None:
             if len(shards) != len(found) or any(

@@ -54,7 +54,7 @@ class LoopOptions:
     decay: float = 4.0
     part: int = 2
     seed: int = 0
-    validate_minutes: float = 5.0
+    validate_minutes: float = 10.0
     validate_answers: int = 40
     checkpoint_minutes: float = 5.0
 

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetspec.cli.main import arguments, main
+from tests.helpers import CONTEXT, changed_model, jetspec, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--budget", "-1"], "the budget must be a number of nodes from 0 (plain decoding) to 1024, got -1"),
+        (["--budget", "2000"], "the budget must be"),
+        (["--budget", "many"], "Invalid value for '--budget'"),
+        (["--grow", "worst"], "valid: best-first, beam, chain"),
+        (["--temperature", "-1"], "temperature must be a number from 0 up to 1000, got -1"),
+        (["--temperature", "nan"], "temperature must be a number"),
+        (["--top-k", "-1"], "top_k must be an integer"),
+        (["--top-p", "0"], "top_p must be a number above 0 up to 1"),
+        (["--min-p", "2"], "min_p must be a number"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be"),
+        (["--presence-penalty", "3"], "presence_penalty must be"),
+        (["--frequency-penalty", "-3"], "frequency_penalty must be"),
+        (["--seed", "-1"], "seed must be an integer"),
+        (["--max-tokens", "0"], "max_tokens must be an integer of at least 1"),
+        (["--stop", ""], "stop_strings must be texts of at least one character"),
+        (["--stop"], "requires an argument"),
+        (["--raw", "--system", "x"], "choose one of them"),
+        (["--dtype", "int4"], "valid: float32, bfloat16, float16, float64"),
+        (["--device", "toaster"], "device 'toaster' is unknown; valid: cpu"),
+        (["--threads", "0"], "threads must be an integer of at least 1"),
+        (["--head", "nowhere"], "head 'nowhere' was not found; valid: auto, off, random"),
+        (["--colour"], "No such option: --colour"),
+        (["another"], "unexpected extra argument"),
+    ],
+)
+def test_a_bad_option_is_one_line(tiny_folder: Path, given: list[str], message: str) -> None:
+    """Guards every option: code 2, one line that names the option and what is valid, nothing on stdout."""
+    assert message in jetspec("Hello", "--model", tiny_folder, *given).error
+
+
+@pytest.mark.parametrize("verb", ["tree", "demo", "doctor"])
+def test_other_verbs_refuse_too(verb: str, tiny_folder: Path) -> None:
+    """Guards verbs that read fewer options: what they do not know is an error, and bad values are one."""
+    prompt = ["Hello"] if verb == "tree" else []
+    assert "No such option" in jetspec(verb, *prompt, "--model", tiny_folder, "--colour").error
+    assert "was not found" in jetspec(verb, *prompt, "--model", "no/where/at all").error
+    assert "was not found" in jetspec(verb, *prompt, "--model", tiny_folder, "--head", "nowhere").error
+
+
+def test_tree_counts_rounds_from_one(tiny_folder: Path) -> None:
+    """Guards against a search for round 0 that decodes to the end in vain."""
+    assert "round must be" in jetspec("tree", "Hello", "--round", "0", "--model", tiny_folder).error
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\n"])
+def test_an_empty_prompt_is_refused_before_loading(text: str) -> None:
+    """Guards the user's time: the model, which does not exist here, is not even looked for."""
+    assert "the prompt is empty" in jetspec(text, "--model", "nowhere").error
+    assert "the prompt is empty" in jetspec("-", "--model", "nowhere", stdin=text.encode()).error
+    assert "the prompt is empty" in jetspec("--model", "nowhere", stdin=text.encode()).error
+
+
+def test_an_unknown_model_is_one_line() -> None:
+    """Guards the most frequent typo of all."""
+    assert "model 'nowhere' was not found; valid: smollm2-135m" in jetspec("Hi", "--model", "nowhere").error
+
+
+def test_a_broken_model_is_one_line(tiny_folder: Path, tmp_path: Path) -> None:
+    """Guards against a traceback from a half-copied folder."""
+    folder = changed_model(tiny_folder, tmp_path / "broken")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "model.safetensors" in jetspec("Hi", "--model", folder).error
+
+
+def test_a_prompt_longer_than_the_context_is_one_line(tiny_folder: Path) -> None:
+    """Guards the context's end on the command line."""
+    error = jetspec("a b " * CONTEXT, "--model", tiny_folder).error
+    assert f"the context ends at {CONTEXT}" in error
+
+
+def test_input_that_is_no_text_is_one_line(tiny_folder: Path) -> None:
+    """Guards against a UnicodeDecodeError for bytes on standard input or on the command line."""
+    assert "not UTF-8 text (byte 1)" in jetspec("-", "--model", tiny_folder, stdin=b"a\xff").error
+    assert "is not UTF-8 text" in jetspec("a\udcff", "--model", tiny_folder).error
+
+
+def test_messages_cannot_drive_the_terminal() -> None:
+    """Guards error lines that quote the user: no line break and no escape sequence gets through."""
+    assert jetspec("Hi", "--model", "no\x1b[2J").error.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["Hello"], ["generate", "Hello"]),
+        (["--raw", "Hello"], ["generate", "--raw", "Hello"]),
+        (["-"], ["generate", "-"]),
+        (["--", "--help"], ["generate", "--", "--help"]),
+        (["generate", "Hello"], ["generate", "Hello"]),
+        (["tree", "Hello"], ["tree", "Hello"]),
+        (["--version"], ["--version"]),
+        (["-h"], ["-h"]),
+    ],
+)
+def test_the_verb_may_be_left_out(given: list[str], expected: list[str]) -> None:
+    """Guards the short form, and the way to a prompt that looks like an option."""
+    assert arguments(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(28, "No space left on device", "/tmp/x"), 2, "cannot read or write /tmp/x: No space left"),
+        (BrokenPipeError(), 141, ""),
+        (KeyboardInterrupt(), 130, "jetspec: interrupted"),
+        (MemoryError(), 2, "not enough memory"),
+    ],
+)
+def test_what_the_system_does_is_no_traceback(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    """Guards against tracebacks for a full disk, a closed pipe, Ctrl-C while loading, too large a model."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("jetspec.target.loading.load_target", fail)
+    done = jetspec("Hello", "--model", tiny_folder)
+    assert done.code == code and line in done.err and len(done.err.splitlines()) == bool(line)
+
+
+def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    """Guards bug reports: only what a user can cause is put into one line."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("invariant")
+
+    monkeypatch.setattr("jetspec.target.loading.load_target", fail)
+    with pytest.raises(AssertionError, match="invariant"):
+        main(["Hello", "--model", str(tiny_folder)])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_full_disk_is_one_line(tiny_folder: Path, more: list[str]) -> None:
+    """Guards the interpreter's last flush too, which would print 'Exception ignored' and exit with 120."""
+    command = [sys.executable, "-m", "jetspec", "Hello", "--model", str(tiny_folder), "--quiet", *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr == "jetspec: error: cannot read or write the output: No space left on device\n"

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import jetspec as package
+from jetspec.cli import options
+from jetspec.cli.demo import PROMPTS
+from jetspec.cli.main import app, verbs
+from jetspec.target.cache import KVCache
+from jetspec.target.default_model import DEFAULT_MODEL
+from tests.helpers import jetspec, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+
+def test_help_lists_the_verbs() -> None:
+    """Guards discovery: `jetspec --help` names every verb and one line about it, uncut."""
+    done = jetspec("--help")
+    assert (done.code, done.err) == (0, "")
+    for verb in verbs():
+        line = next(line for line in done.out.splitlines() if line.split()[:1] == [verb])
+        assert len(line.split()) > 3 and line.endswith(").") | line.endswith(".") and "..." not in line
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_every_help_page_names_every_option(verb: str) -> None:
+    """Guards the help pages: each option with a sentence of its own."""
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    page = jetspec(verb, "--help")
+    assert (page.code, page.err) == (0, "")
+    for parameter in command.params:
+        for name in parameter.opts if parameter.param_type_name == "option" else ():
+            assert name in page.out
+        assert getattr(parameter, "help", None), parameter.name
+
+
+def test_help_and_version_load_no_torch() -> None:
+    """Guards start-up: help must come at once, torch takes more than a second."""
+    code = (
+        "import sys; from jetspec.cli.main import main; main(['generate', '--help']);"
+        " main(['--version']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_version() -> None:
+    """Guards `jetspec --version`."""
+    assert jetspec("--version").out == f"jetspec {package.__version__}\n"
+
+
+def test_the_default_model_has_one_name() -> None:
+    """Guards the copy of the name that keeps the help page light."""
+    assert options.DEFAULT_MODEL == DEFAULT_MODEL
+
+
+def test_tree_draws_one_round(tiny_folder: Path) -> None:
+    """Guards the drawing: accepted and rejected nodes, the bonus, percentages, a legend."""
+    done = jetspec("tree", "Hello", "--model", tiny_folder, "--head", "decoy", "--budget", 10, "--round", 2)
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert any(line.startswith("round 2: 10 nodes drafted, ") for line in lines)
+    assert any(line.endswith("% ✓") for line in lines) and any(line.endswith(" bonus") for line in lines)
+    assert any(line.endswith("%") for line in lines)
+    assert any("accepted ✓ · bonus" in line for line in lines)
+
+
+def test_tree_as_json_fits_the_text(tiny_folder: Path) -> None:
+    """Guards the values: the drawn round emits exactly what plain decoding emits at that place."""
+    given = ["Hello", "--model", tiny_folder, "--head", "decoy", "--json"]
+    plain = [token["id"] for token in jetspec(*given, "--budget", 0, "-n", 60).json["tokens"]]
+    emitted: list[int] = []
+    for number in (1, 2, 3):
+        values = jetspec("tree", *given, "--budget", 10, "--round", number).json
+        nodes = values["nodes"]
+        assert values["round"] == number and len(nodes) == 11
+        accepted = [nodes[index]["token"] for index in values["path"][1:]]
+        assert all(nodes[index]["state"] == "accepted" for index in values["path"][1:])
+        assert all(0 < node["probability"] <= nodes[max(0, node["parent"])]["probability"] for node in nodes)
+        emitted += [*accepted, values["bonus"]["token"]]
+    assert emitted == plain[: len(emitted)]
+
+
+def test_tree_shows_the_last_round_of_a_short_text(tiny_folder: Path) -> None:
+    """Guards --round beyond the end: it says so, and plain decoding draws a bare root."""
+    done = jetspec("tree", "Hello", "--model", tiny_folder, "--head", "echo", "--round", 10**6)
+    assert done.code == 0 and "the text ended after round" in done.err
+    bare = jetspec("tree", "Hello", "--model", tiny_folder, "--head", "off", "--round", 1)
+    assert "0 nodes drafted, 0 accepted, 1 emitted" in bare.out
+
+
+def test_doctor_passes_a_sound_model(tiny_folder: Path) -> None:
+    """Guards the whole check: every stub and builder, gaps were met, logits agree with transformers."""
+    values = jetspec("doctor", "--model", tiny_folder, "-n", 8, "--json").json
+    assert values["passed"] and values["lossless"] and values["ties"] == 0
+    runs = values["runs"]
+    assert {run["drafter"] for run in runs} == {"random", "echo", "decoy"}
+    assert {run["grow"] for run in runs} == {"best-first", "beam", "chain"}
+    assert {run["sampling"] for run in runs} == {"greedy", "sampled"}
+    assert sum(run["gaps"] for run in runs if run["drafter"] == "decoy") > 0
+    assert values["comparisons"] == 3 * len(runs)
+    assert values["reference"]["agree"] and values["reference"]["same_best"] == values["reference"]["rows"]
+    assert values["model"]["layers"] == 3 and values["head"] is None
+
+
+def test_doctor_finds_a_broken_cache(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the alarm: exit code 1, the first difference with its gap; a chain cannot show this fault."""
+    keep = KVCache.keep
+
+    def wrong(self: KVCache, key: int, path: list[int]) -> None:
+        keep(self, key, range(len(path)))
+
+    monkeypatch.setattr(KVCache, "keep", wrong)
+    done = jetspec("doctor", "--model", tiny_folder, "-n", 12, "--no-reference")
+    assert done.code == 1
+    assert "NOT lossless" in done.out and "first difference: decoy" in done.out and "FAILED" in done.out
+
+
+def test_doctor_finds_wrong_logits(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison with transformers: a target computed wrongly is lossless towards itself."""
+    from jetspec.target import transformer
+
+    right = transformer.rms_norm
+    monkeypatch.setattr(transformer, "rms_norm", lambda x, weight, eps: right(x, weight, eps) * 1.01)
+    done = jetspec("doctor", "--model", tiny_folder, "-n", 4)
+    assert done.code == 1
+    assert "lossless: " in done.out and "logits DIFFER from those of transformers" in done.out
+
+
+def test_demo_compares_every_prompt(tiny_folder: Path) -> None:
+    """Guards `make demo`: each prompt, its text, and a table with a pooled row."""
+    done = jetspec("demo", "--model", tiny_folder, "--head", "decoy", "-n", 10)
+    assert done.code == 0
+    assert all(prompt in done.out for prompt in PROMPTS.values())
+    rows = [line for line in done.out.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == [*PROMPTS, "all"]
+    assert all("yes" in row and "×" in row for row in rows)
+    assert "40" in rows[-1]

@@ -1,0 +1,145 @@
+"""From a model folder and a prompt file to a head, through the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jetspec.cli.main import main
+from jetspec.draft.checkpoint import load_head
+from jetspec.draft.jetspec import BlockDrafter
+from jetspec.draft.loading import load_drafter
+from jetspec.errors import DataError, OptionError
+from jetspec.target.loading import load_target
+from jetspec.train.loop import LoopOptions
+from jetspec.train.pipeline import HeadOptions, _products, mask_token, resolve_products, train_head
+from tests.draft.tiny import TAPS, tiny_answers, tiny_target
+from tests.target.tiny import save_tokenizer, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_same_start: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk, with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", vocab_size=344, num_hidden_layers=5).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def command(model: Path, folder: Path, *more: str) -> list[str]:
+    """`jetspec train` on four lines of text, with a batch and a head of a few rows."""
+    prompts = folder / "prompts.txt"
+    if not prompts.exists():
+        prompts.write_text("".join(f"the quick brown fox jumps over {n} lazy dogs\n" for n in range(12)))
+    small = "--tokens 60 --max-tokens 8 --batch 4 --answers-per-batch 4 --anchors 3 --vocab 90 --rank 4"
+    given = ["--model", str(model), "--prompts", str(prompts), "--out", str(folder / "run"), "--threads", "1"]
+    return ["train", *given, *small.split(), "--block", "4", *more]
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--plain", "--rank", "0", "--cold", "--bidirectional")], ids=["own", "plain"]
+)
+def test_train_through_the_command_line(
+    model_folder: Path, tmp_path: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the whole way: the head that `jetspec train` leaves is accepted for its target, says how it was
+    made, and the same command again adds no step and no answer."""
+    arguments = command(model_folder, tmp_path, "--steps", "3", *more)
+    assert main(arguments) == 0, capsys.readouterr().err
+    folder = tmp_path / "run" / "head"
+    drafter = load_drafter(folder, load_target(str(model_folder)))
+    assert isinstance(drafter, BlockDrafter)
+    config, manifest = drafter.head.config, drafter.head.manifest
+    assert config.causal == ("--bidirectional" not in more) and config.direct == ("--plain" not in more)
+    assert config.block_size == 4 and config.scorer == ("none" if more else "gated")
+    assert drafter.head.vocab is not None and len(drafter.head.vocab) == 90
+    assert manifest["steps"] == 3 and manifest["validation"]["tau"]["best-first-16"] >= 1.0
+    assert str(tmp_path) not in (folder / "config.json").read_text()
+    before = sorted(path.name for path in (tmp_path / "run" / "answers").iterdir())
+    weights = load_head(folder).weights
+    assert main(arguments) == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "answers").iterdir()) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_head(folder).weights.items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--products", "int8"), "products 'int8' is unknown"),
+        (("--block", "1"), "block_size must be at least 2"),
+        (("--threads", "0"), "threads"),
+    ],
+)
+def test_options_are_refused_before_any_work(
+    tmp_path: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards hours of answering prompts against a mistake that is known at the start."""
+    assert main(command(Path("no-such-model"), tmp_path, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_answers_need_prompts(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `jetspec answers`: without prompts or with a broken part it says what to give."""
+    arguments = ["answers", "--model", str(model_folder), "--out", str(tmp_path / "a")]
+    assert main(arguments) == 2
+    assert "--prompts FILE" in capsys.readouterr().err
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("the quick fox\nthe lazy dog\n")
+    assert main([*arguments, "--prompts", str(prompts), "--part", "2/2"]) == 2
+    assert "0 <= I < N" in capsys.readouterr().err
+    assert main([*arguments, "--prompts", str(prompts), "--max-tokens", "3", "--part", "1/2"]) == 0
+    assert (tmp_path / "a" / "features-00000.safetensors").exists()
+
+
+def test_answers_of_another_target_are_refused(tmp_path: Path) -> None:
+    """Guards against a failing matrix product deep inside when widths differ."""
+    tiny_answers(tiny_target(hidden_size=32), tmp_path / "answers", tokens=4)
+    head = HeadOptions(vocab=0, rank=0, warm=False)
+    with pytest.raises(DataError, match="width 32, but tiny has 64"):
+        train_head(tiny_target(), [tmp_path / "answers"], tmp_path / "run", head, LoopOptions(steps=1))
+
+
+def test_short_answers_give_a_usable_start(tmp_path: Path) -> None:
+    """Guards the warm start against the mean of no rows, a NaN that would fill the direct input."""
+    from jetspec.train.pipeline import _tap_scale
+
+    corpus = tiny_answers(tiny_target(), tmp_path, tokens=6)
+    corpus.training.sort(key=lambda entry: entry.length)
+    for length in (corpus.training[0].length, 5, 4):
+        entry = corpus.training[0]
+        corpus.training[0] = type(entry)(entry.path, entry.start, length, entry.prompt_len, 0.0)
+        assert 0.1 < _tap_scale(corpus) < 100 and corpus.taps == TAPS
+
+
+def test_mask_token_is_one_that_text_does_not_hold() -> None:
+    """Guards the choice of the mask: a special token that does not end texts, or the last id."""
+
+    def chosen(special: set[int], eos: set[int]) -> int:
+        tokenizer = SimpleNamespace(special_ids=frozenset(special), eos_ids=frozenset(eos))
+        target: Any = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(vocab_size=50))
+        return mask_token(target)
+
+    assert chosen({0, 4, 7}, {7}) == 4
+    assert chosen({7}, {7}) == 49
+    assert chosen({3, 60}, set()) == 3
+
+
+def test_arithmetic_of_products_is_restored() -> None:
+    """Guards the rest of the process against the setting that training uses, also after an error."""
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError), _products("bfloat16"):
+        assert torch.get_float32_matmul_precision() == "medium"
+        raise RuntimeError
+    assert torch.get_float32_matmul_precision() == before
+    assert resolve_products("float32") == "float32" and resolve_products("auto") in ("float32", "bfloat16")
+    with pytest.raises(OptionError):
+        resolve_products("half")
