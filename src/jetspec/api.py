@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias, Unpack, cast, overload
 
 from jetspec.budget.fixed import FixedBudget
@@ -142,7 +141,6 @@ class LanguageModel:
         self.target = target
         self.drafter: Drafter = drafter if drafter is not None else Off()
         self.budget, self.grow = budget, grow
-        self._ids = count()  # shared by all engines, because the drafter tells their sequences apart by id
 
     @overload
     def generate(
@@ -237,9 +235,7 @@ class LanguageModel:
         )
 
     def _engine(self) -> Engine:
-        engine = Engine(self.target, self.drafter, budget=self.budget, grow=self.grow)
-        engine._ids = self._ids
-        return engine
+        return Engine(self.target, self.drafter, budget=self.budget, grow=self.grow)
 
 
 def load(

@@ -385,13 +385,13 @@ def test_abort_gives_memory_back_at_every_moment() -> None:
 
 
 def test_abort_of_another_engines_sequence_does_nothing() -> None:
-    """Guards a request that happens to carry the same number: ids count from 0 in every engine."""
+    """Guards requests of engines that share a process: their numbers differ, and an abort acts on the engine's own only."""
     target = shared_target()
     engine, other = Engine(target, Echo(target)), Engine(target)
     mine = engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH))
     foreign = other.add(PROMPTS[1], limits=Limits(max_tokens=LENGTH))
     engine.step()
-    assert mine.id == foreign.id
+    assert mine.id != foreign.id
     engine.abort(foreign)
     assert foreign.finished is None
     for _ in engine.run():

@@ -68,7 +68,7 @@ def test_rotary_scaling_and_windows_survive_a_round_trip(target: Target, rope: R
 
 
 def public_folder(target: Target, folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """A head as z-lab writes it: no `jet`, block size inside `dflash_config` only. Returns the configuration."""
+    """A head as z-lab writes it: no `jet`, block size inside `dflash_config` only. Returns config.json."""
     config = random_head(target, **PLAIN_PARTS).config
     values = {
         "architectures": ["DFlashDraftModel"],
@@ -118,7 +118,7 @@ def test_a_public_head_loads_drafts_and_saves_back(target: Target, tmp_path: Pat
 
 
 def test_an_own_head_survives_a_round_trip(target: Target, tmp_path: Path) -> None:
-    """Guards the optional parts, the draft vocabulary and the manifest; only rounding to the dtype is lost."""
+    """Guards the optional parts, draft vocabulary and manifest; only rounding to the dtype is lost."""
     vocab = torch.arange(0, VOCAB, 7)
     head = replace(random_head(target, vocab=vocab), manifest={"steps": 3})
     save_head(tmp_path, head)
@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_written(target: Target, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("layers", range(1, 40))
 def test_default_taps_fit_their_target(target: Target, layers: int) -> None:
-    """Guards the rule for taps at every depth: increasing, never the last layer (unless there is only one)."""
+    """Guards the rule for taps at every depth: increasing, and never the last layer unless it is alone."""
     config = random_head(target).config
     taps = default_tap_layers(layers)
     replace(config, taps=taps, target_layers=layers)

@@ -75,7 +75,7 @@ def _noise(name: str, shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
 
 
 def random_head(target: Target, *, vocab: Tensor | None = None, seed: int = 5, **options: Any) -> Head:
-    """A head with all parts (unless `options` of `HeadConfig.for_target` leave them out) and random weights."""
+    """A head with random weights and all parts that `options` of `HeadConfig.for_target` do not leave out."""
     settings = {"layers": 2, "block_size": 5, "taps": TAPS, "rank": 8, **options}
     config = HeadConfig.for_target(target.config, mask_token_id=MASK, **settings)
     dice = torch.Generator().manual_seed(seed)

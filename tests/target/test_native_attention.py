@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetspec.native import build
+from jetspec.target import native as build
 from jetspec.target import native_attention
 from jetspec.target.attention import Visibility, attend
 from jetspec.target.cache import KVCache

@@ -177,7 +177,7 @@ def test_no_slot_sees_its_answer(target: Target, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_who_sees_whom_inside_a_block(target: Target, causal: bool) -> None:
-    """Guards the causal flag: slot k may not depend on later slots in a causal head, and must in the other."""
+    """Guards the causal flag: slot k may not depend on later slots in a causal head, and must in another."""
     head = random_head(target, causal=causal)
     batch = batch_of(corpus())
     before = module_of(head, target)(batch).detach()

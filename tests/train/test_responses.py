@@ -118,7 +118,7 @@ def test_other_settings_and_prompts_are_refused(target: Target, tmp_path: Path) 
     with pytest.raises(DataError, match="taps"):
         answer_prompts(target, PROMPTS, tmp_path, (0, 1), OPTIONS)
     (tmp_path / "answers.json").write_text("{")
-    with pytest.raises(DataError, match="answers.json"):
+    with pytest.raises(DataError, match=r"answers\.json"):
         run(target, tmp_path)
 
 

@@ -52,9 +52,12 @@ def in_turns(
     for engine in engines:
         _warm_up(engine, prompt, sampling, limits)
     pairs = [(engine, engine.add(prompt, sampling, limits)) for engine in engines]
+    last: Engine | None = None
     try:
         while unfinished := [pair for pair in pairs if pair[1].finished is None]:
-            engine, _ = min(unfinished, key=lambda pair: len(pair[1].tokens))
+            # Of those that are level, the one that went last goes again (ABBA), so that none is always first.
+            engine, _ = min(unfinished, key=lambda pair: (len(pair[1].tokens), pair[0] is not last))
+            last = engine
             for outcome in engine.step():
                 watch(engine, outcome)
     finally:

@@ -24,6 +24,7 @@ from jetspec.target.target import Target
 from jetspec.tree import GROW
 
 PREFILL_ROWS = 256  # packed prompt tokens per prefill forward
+_ids = count()  # unique in the process: a drafter may serve several engines and tells their sequences apart by id
 
 
 class Engine:
@@ -58,7 +59,6 @@ class Engine:
         self.max_batch = max_batch
         self.cache = target.new_cache()
         self.stats = Stats()
-        self._ids = count()
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -74,7 +74,7 @@ class Engine:
         sampling = sampling if sampling is not None else Sampling()
         limits = self._complete(limits if limits is not None else Limits())
         self._check(prompt, limits)
-        sequence = Sequence(next(self._ids), list(prompt), sampling, limits, decode=self.target.tokenizer.decode)
+        sequence = Sequence(next(_ids), list(prompt), sampling, limits, decode=self.target.tokenizer.decode)
         self._waiting.append(sequence)
         return sequence
 

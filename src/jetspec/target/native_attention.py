@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from jetspec.native.build import load_library
+from jetspec.target.native import load_library
 from jetspec.target.cache import KVCache
 from jetspec.target.plan import Plan
 

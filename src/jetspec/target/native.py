@@ -1,4 +1,4 @@
-"""Compile a kernel once with the machine's own C compiler and keep it in the user's cache.
+"""Compiled kernels: built once with the machine's own C compiler and kept in the user's cache.
 
 No compiler, no cache folder or a failing build means None, and callers use their portable path. The library is named by its source,
 flags and processor, so an update or another machine builds anew.
@@ -15,6 +15,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from jetspec.target.storage import cache_dir
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-std=c11")
 _TIMEOUT = 120
@@ -55,8 +57,6 @@ def _fingerprint(source: Path) -> str:
 
 
 def _cache_folder() -> Path:
-    from jetspec.target.storage import cache_dir
-
     folder = cache_dir() / "native"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
