@@ -24,7 +24,9 @@ settings.load_profile("jetspec")
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> None:
-    """Give each test one thread (tiny tensors gain nothing from more) and its own fixed seed, so that its outcome depends on no other test."""
+    """Give each test one thread (tiny tensors gain nothing from more) and its own fixed seed, so that its
+    outcome depends on no other test.
+    """
     seed = zlib.crc32(request.node.nodeid.encode())
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -10,8 +10,8 @@
         ├── DownloadError   a fetch failed or was interrupted; trying again is safe
         └── StorageError    no space or no permission where files have to be written
 
-A message is one line that says what happened, why, and what to do, with the valid choices where there are any. Violations of
-our own invariants are `assert`s, not exceptions.
+A message is one line that says what happened, why, and what to do, with the valid choices where there are
+any. Violations of our own invariants are `assert`s, not exceptions.
 """
 
 from __future__ import annotations

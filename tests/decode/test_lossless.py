@@ -385,7 +385,9 @@ def test_abort_gives_memory_back_at_every_moment() -> None:
 
 
 def test_abort_of_another_engines_sequence_does_nothing() -> None:
-    """Guards requests of engines that share a process: their numbers differ, and an abort acts on the engine's own only."""
+    """Guards requests of engines that share a process: their numbers differ, and an abort acts on the
+    engine's own only.
+    """
     target = shared_target()
     engine, other = Engine(target, Echo(target)), Engine(target)
     mine = engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH))

@@ -1,4 +1,6 @@
-"""The compiled attention against the portable one, and its promise that a row does not depend on its company."""
+"""The compiled attention against the portable one, and its promise that a row does not depend on its
+company.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def _run(
 
 @pytest.mark.parametrize(("dim", "kv_heads", "groups"), [(16, 1, 4), (64, 3, 3), (80, 2, 1), (128, 2, 2)])
 def test_equals_the_portable_path(dim: int, kv_heads: int, groups: int) -> None:
-    """Wrong strides, masks, groups or tails of the vector loop: trees, chunks and single rows of several sequences in one plan.
+    """Wrong strides, masks, groups or tails of the vector loop: trees, chunks and single rows of several
+    sequences in one plan.
 
     2e-6 is some tens of float32 roundings of values near 1.
     """
@@ -56,7 +59,8 @@ def test_equals_the_portable_path(dim: int, kv_heads: int, groups: int) -> None:
         ids, positions = torch.cat([trees.ids, run.ids]), torch.cat([trees.positions, run.positions])
         plans.append(Plan(ids, positions, (*trees.segments, *moved)))
     rows = plans[0].size
-    fused = torch.randn(rows, kv_heads * (groups + 2), dim)  # q, k, v as slices of one product, as the layers pass them
+    # q, k and v are slices of one product, as the layers pass them.
+    fused = torch.randn(rows, kv_heads * (groups + 2), dim)
     heads = kv_heads * groups
     q, k, v = fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
     got = _run(plans[0], fast, q, k, v, native=True)
@@ -68,7 +72,9 @@ def test_equals_the_portable_path(dim: int, kv_heads: int, groups: int) -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_tree() -> None:
-    """A result that depends on the number of rows would make speculation differ from plain decoding at near ties."""
+    """A result that depends on the number of rows would make speculation differ from plain decoding at near
+    ties.
+    """
     alone, together = _caches(64, 3, [50])
     tree = Tree.of(list(range(20)), [-1, *([0] * 19)])
     q, k, v = torch.randn(20, 9, 64), torch.randn(20, 3, 64), torch.randn(20, 3, 64)
@@ -78,7 +84,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_tree() -> None:
 
 
 def test_a_bidirectional_block_sees_later_rows() -> None:
-    """A DFlash head's slots see all of their block; a kernel that stops at the diagonal lowers acceptance without an error."""
+    """A DFlash head's slots see all of their block; a kernel that stops at the diagonal lowers acceptance
+    without an error.
+    """
     fast, slow = _caches(64, 1, [7])
     q, k, v = torch.randn(5, 3, 64), torch.randn(5, 1, 64), torch.randn(5, 1, 64)
     outs = []
@@ -90,7 +98,9 @@ def test_a_bidirectional_block_sees_later_rows() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    """exp of a large score: the maximum has to be taken off first, and far smaller scores must give exactly 0."""
+    """exp of a large score: the maximum has to be taken off first, and far smaller scores must give exactly
+    0.
+    """
     fast, slow = _caches(64, 1, [9])
     q = torch.randn(1, 1, 64) * 200
     k, v = torch.randn(1, 1, 64), torch.randn(1, 1, 64)

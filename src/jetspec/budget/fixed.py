@@ -19,7 +19,9 @@ class FixedBudget:
 
     def __init__(self, nodes: int) -> None:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= MAX_BUDGET:
-            raise OptionError(f"the budget must be a number of nodes from 0 (plain decoding) to {MAX_BUDGET}, got {nodes!r}")
+            raise OptionError(
+                f"the budget must be a number of nodes from 0 (plain decoding) to {MAX_BUDGET}, got {nodes!r}"
+            )
         self.nodes = nodes
 
     def limit(self, sequence: Sequence) -> int:
@@ -27,7 +29,9 @@ class FixedBudget:
         return self.nodes
 
     def cut(self, trees: Many[Tree]) -> list[Tree]:
-        """Drop nodes that are not worth verifying, across the batch. A fixed budget keeps all that were grown."""
+        """Drop nodes that are not worth verifying, across the batch. A fixed budget keeps all that were
+        grown.
+        """
         return list(trees)
 
     def record(self, sequence: Sequence, tree: Tree, path: Many[int]) -> None:

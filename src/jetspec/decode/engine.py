@@ -1,4 +1,5 @@
-"""Requests in, tokens out: admission, chunked prefill, rounds over whatever is running, and memory given back at the end.
+"""Requests in, tokens out: admission, chunked prefill, rounds over whatever is running, and memory given
+back at the end.
 
 A single request is a batch of one. Sequences join and leave between rounds (continuous batching).
 """
@@ -24,7 +25,9 @@ from jetspec.target.target import Target
 from jetspec.tree import GROW
 
 PREFILL_ROWS = 256  # packed prompt tokens per prefill forward
-_ids = count()  # unique in the process: a drafter may serve several engines and tells their sequences apart by id
+_ids = (
+    count()
+)  # unique in the process: a drafter may serve several engines and tells their sequences apart by id
 
 
 class Engine:
@@ -69,7 +72,8 @@ class Engine:
         """Queue a request: prompt ids in, the sequence that `step` will advance out.
 
         Raises:
-            PromptError: the prompt is empty, holds ids outside the vocabulary, or leaves no room in the context.
+            PromptError: the prompt is empty, holds ids outside the vocabulary, or leaves no room in the
+            context.
         """
         sampling = sampling if sampling is not None else Sampling()
         limits = self._complete(limits if limits is not None else Limits())
@@ -110,7 +114,8 @@ class Engine:
     def run(self, sequences: Iterable[Sequence] = ()) -> Iterator[Outcome]:
         """Step until nothing is left, yielding each sequence's share of every round.
 
-        If the caller stops early (or an exception passes through), all `sequences` are aborted and their memory is freed.
+        If the caller stops early (or an exception passes through), all `sequences` are aborted and their
+        memory is freed.
         """
         try:
             while self.busy:
@@ -135,7 +140,8 @@ class Engine:
         return sequences
 
     def _prefill(self) -> None:
-        """Cache the next piece of the waiting prompts, first come first served, at most PREFILL_ROWS tokens in one forward.
+        """Cache the next piece of the waiting prompts, first come first served, at most PREFILL_ROWS tokens
+        in one forward.
 
         The last prompt token is left out: it is the first root, so the first round already drafts.
         """
@@ -171,7 +177,7 @@ class Engine:
         for group in (self._prefilling, self._running):
             if sequence in group:
                 group.remove(sequence)
-        if sequence.id in self.cache.keys():
+        if sequence.id in self.cache:
             self.cache.free(sequence.id)
         self.drafter.free(sequence.id)
 

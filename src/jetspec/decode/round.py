@@ -58,8 +58,8 @@ def decode_round(
 ) -> list[Outcome]:
     """Draft, verify and commit once. Each sequence emits between 1 and depth + 1 tokens.
 
-    Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the drafter observed,
-    because the root is not cached yet.
+    Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the
+    drafter observed, because the root is not cached yet.
     """
     with stats.phase("draft"):
         limits = [budget.limit(s) for s in sequences]
@@ -83,7 +83,9 @@ def decode_round(
             rows = [segment.start + node for node in path]
             drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
-            kept = sum(emission.kind == "accepted" for emission in emissions)  # what a stop cut off does not count
+            kept = sum(
+                emission.kind == "accepted" for emission in emissions
+            )  # what a stop cut off does not count
             stats.record(tree.budget, tree.depth, kept, len(emissions))
             budget.record(s, tree, path)
             outcomes.append(Outcome(s, tree, path, emissions))

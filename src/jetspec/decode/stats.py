@@ -41,7 +41,9 @@ class Stats:
             self.seconds[name] += time.perf_counter() - start
 
     def record(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """Count one sequence's share of a round: nodes drafted, depth of the tree, tokens accepted and emitted."""
+        """Count one sequence's share of a round: nodes drafted, depth of the tree, tokens accepted and
+        emitted.
+        """
         self.rounds += 1
         self.nodes += drafted
         self.accepted += accepted
@@ -54,7 +56,8 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward, pooled over rounds: mean(accepted) + 1, less the bonus of a round that a stop cut short.
+        """Tokens per target forward, pooled over rounds: mean(accepted) + 1, less the bonus of a round that
+        a stop cut short.
 
         0.0 before the first round.
         """

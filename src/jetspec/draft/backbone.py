@@ -64,7 +64,7 @@ class Backbone:
 
     def observe(self, key: int, taps: Tensor) -> None:
         """Newly committed rows [n, taps * H] of a sequence; the first call starts it."""
-        if key not in self.cache.keys():  # noqa: SIM118 (not a dict)
+        if key not in self.cache:
             self.cache.add(key)
         parts = self._pending.setdefault(key, [])
         parts.append(taps)
@@ -76,7 +76,7 @@ class Backbone:
         """Forget a sequence."""
         self._pending.pop(key, None)
         self._last.pop(key, None)
-        if key in self.cache.keys():  # noqa: SIM118 (not a dict)
+        if key in self.cache:
             self.cache.free(key)
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class Backbone:
             scorer.
         """
         for key in keys:
-            if key not in self.cache.keys():  # noqa: SIM118 (a prompt of one token has no context yet)
+            if key not in self.cache:  # a prompt of one token has no context yet
                 self.cache.add(key)
         self._project([key for key in keys if self._pending.get(key)])
         block = self.config.block_size

@@ -132,7 +132,7 @@ class Echo(_Stub):
 
     def free(self, key: int) -> None:
         """Release the sequence's rows; unknown keys are ignored."""
-        if key in self.cache.keys():  # noqa: SIM118 (not a dict)
+        if key in self.cache:
             self.cache.free(key)
 
     def _continue(self, sequences: Many[Sequence]) -> list[list[_Step]]:
@@ -143,7 +143,7 @@ class Echo(_Stub):
         """
         new: list[list[int]] = []  # committed tokens that are not cached, the root last
         for s in sequences:
-            if s.id not in self.cache.keys():  # noqa: SIM118 (not a dict)
+            if s.id not in self.cache:
                 self.cache.add(s.id, capacity=len(s.tokens) + self.depth)
             new.append(s.tokens[self.cache.length(s.id) :])
         steps: list[list[_Step]] = [[] for _ in sequences]

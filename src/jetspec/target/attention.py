@@ -1,7 +1,7 @@
 """Attention of a packed plan: segment by segment against the cache, without padding.
 
-Query heads that share a key head are laid out as rows of one matrix, so grouped-query attention is a plain batched product
-and keys are never repeated.
+Query heads that share a key head are laid out as rows of one matrix, so grouped-query attention is a plain
+batched product and keys are never repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Visibility:
         window: a row sees at most the `window` latest positions, itself included; None = no limit.
     """
 
-    def __init__(self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype
+    ) -> None:
         self._groups, self._window, self._dtype = groups, window, dtype
         self._plan, self._cache = plan, cache
         self._bias: list[Tensor | None] | None = None
@@ -34,7 +36,9 @@ class Visibility:
             self._bias = [self._segment(s, self._cache, self._plan.positions) for s in self._plan.segments]
 
     def add_to(self, index: int, scores: Tensor) -> Tensor:
-        """Hide in scores [kv_heads, groups * m, S] what the rows of segment `index` may not see. Works in place."""
+        """Hide in scores [kv_heads, groups * m, S] what the rows of segment `index` may not see. Works in
+        place.
+        """
         assert self._bias is not None
         bias = self._bias[index]
         if bias is not None:
@@ -57,11 +61,15 @@ class Visibility:
             keys = torch.cat([torch.arange(committed, device=device), own])
             seen = torch.cat([torch.ones(count, committed, dtype=torch.bool, device=device), visible], dim=1)
             visible = seen & (own[:, None] - keys[None, :] < window)
-        bias = torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(
+            ~visible, float("-inf")
+        )
         return bias.repeat(self._groups, 1)  # [groups * m, visible columns]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, layer: int, visibility: Visibility) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, layer: int, visibility: Visibility
+) -> Tensor:
     """Write the plan's keys and values into the cache and attend. Rotation has been applied already.
 
     Args:

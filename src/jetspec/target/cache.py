@@ -1,13 +1,15 @@
 """Keys and values of committed tokens, one growing block per sequence.
 
-A forward writes its rows behind the committed ones; `keep(path)` then moves the accepted rows to the end of the committed
-part and gives everything else back. Rotary embedding was applied at position = start + depth, and each accepted node's depth
-is its final offset, so a moved row needs no new rotation (methods.md section 15).
+A forward writes its rows behind the committed ones; `keep(path)` then moves the accepted rows to the end of
+the committed part and gives everything else back. Rotary embedding was applied at position = start + depth,
+and each accepted node's depth is its final offset, so a moved row needs no new rotation (methods.md section
+15).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ GROWTH_ROWS = 64  # smallest step by which a sequence's block grows
 
 
 class _Block:
-    """Rows of one sequence: [layers, 2, kv_heads, capacity, head_dim]; index 0 of the second axis is keys, 1 is values."""
+    """Rows of one sequence: [layers, 2, kv_heads, capacity, head_dim]; index 0 of the second axis is keys,
+    1 is values.
+    """
 
     __slots__ = ("length", "pending", "rows")
 
@@ -56,6 +60,10 @@ class KVCache:
         """Committed rows of a sequence."""
         return self._blocks[key].length
 
+    def __contains__(self, key: int) -> bool:
+        """Whether a sequence is cached."""
+        return key in self._blocks
+
     def keys(self) -> list[int]:
         """All cached sequences."""
         return list(self._blocks)
@@ -78,17 +86,20 @@ class KVCache:
         return block.rows[layer, :, :, : block.length + block.pending]
 
     def block(self, key: int) -> Tensor:
-        """The whole block [layers, 2, kv_heads, capacity, head_dim], for kernels that address it themselves."""
+        """The whole block [layers, 2, kv_heads, capacity, head_dim], for kernels that address it
+        themselves.
+        """
         return self._blocks[key].rows
 
     def keep(self, key: int, path: Sequence[int]) -> None:
         """Commit the rows of the last forward named by `path`, in that order, and give the others back.
 
-        `path` holds strictly increasing indices into the rows of the last forward; an empty path drops them all.
+        `path` holds strictly increasing indices into the rows of the last forward; an empty path drops them
+        all.
         """
         block = self._blocks[key]
         count = len(path)
-        assert all(a < b for a, b in zip(path, path[1:], strict=False)), path
+        assert all(a < b for a, b in pairwise(path)), path
         assert not count or (path[0] >= 0 and path[-1] < block.pending), (path, block.pending)
         if count and path[-1] != count - 1:  # not already in place
             gap = next(i for i, node in enumerate(path) if node != i)

@@ -1,9 +1,10 @@
 """Matrix products with frozen weights.
 
-Verification multiplies 2 to 64 rows at a time, where the default kernel re-packs the weight on every call. Packing it once
-for oneDNN's inner product is measurably faster there (`benchmarks/forward.py` prints the curve) and stays so up to prefill
-sizes. One row is computed as two, one of them zero: the packed kernel has no fast path for a single row, and reading the
-weights costs the same. Other dtypes and devices use plain `F.linear`; both give the same product up to rounding.
+Verification multiplies 2 to 64 rows at a time, where the default kernel re-packs the weight on every call.
+Packing it once for oneDNN's inner product is measurably faster there (`benchmarks/forward.py` prints the
+curve) and stays so up to prefill sizes. One row is computed as two, one of them zero: the packed kernel has
+no fast path for a single row, and reading the weights costs the same. Other dtypes and devices use plain
+`F.linear`; both give the same product up to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class Linear:
         self.shape = (weight.shape[0], weight.shape[1])
         self._weight: Tensor | None = None
         self._packed: Tensor | None = None
-        suitable = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _SMALLEST_PACKED
+        suitable = (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and weight.numel() >= _SMALLEST_PACKED
+        )
         if pack and suitable and packing_available():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
         else:

@@ -15,8 +15,8 @@ from jetspec.target.linear import Linear
 class Experts:
     """Router and experts of one layer. Rows are grouped by expert, so each expert in use is one product.
 
-    Weights come per expert (`experts.3.gate_proj.weight`, as on the hub) or fused (`experts.gate_up_proj` [E, 2F, H] and
-    `experts.down_proj` [E, H, F], as recent transformers saves them).
+    Weights come per expert (`experts.3.gate_proj.weight`, as on the hub) or fused (`experts.gate_up_proj`
+    [E, 2F, H] and `experts.down_proj` [E, H, F], as recent transformers saves them).
     """
 
     def __init__(self, config: MoeConfig, prefix: str, weights: Mapping[str, Tensor]) -> None:

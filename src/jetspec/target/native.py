@@ -1,7 +1,7 @@
 """Compiled kernels: built once with the machine's own C compiler and kept in the user's cache.
 
-No compiler, no cache folder or a failing build means None, and callers use their portable path. The library is named by its source,
-flags and processor, so an update or another machine builds anew.
+No compiler, no cache folder or a failing build means None, and callers use their portable path. The library
+is named by its source, flags and processor, so an update or another machine builds anew.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def load_library(name: str) -> ctypes.CDLL | None:
 
 
 def _build(compiler: str, source: Path, path: Path) -> None:
-    """Compile and link without naming an OpenMP library: torch has loaded its own, and a second one would fight it for the cores."""
+    """Compile and link without naming an OpenMP library: torch has loaded its own, and a second one would
+    fight it for the cores.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         for command in (
@@ -51,7 +53,14 @@ def _build(compiler: str, source: Path, path: Path) -> None:
 
 
 def _fingerprint(source: Path) -> str:
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    cpu = next(
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith(("flags", "Features"))
+        ),
+        "",
+    )
     text = source.read_bytes() + repr(FLAGS).encode() + cpu.encode() + platform.machine().encode()
     return hashlib.sha256(text).hexdigest()[:16]
 

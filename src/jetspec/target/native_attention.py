@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from jetspec.target.native import load_library
 from jetspec.target.cache import KVCache
+from jetspec.target.native import load_library
 from jetspec.target.plan import Plan
 
 _LANES = 16
@@ -88,6 +88,8 @@ class NativeSegments:
 
 
 def native_segments(plan: Plan, cache: KVCache) -> NativeSegments | None:
-    """The plan prepared for the kernel, or None where it cannot run: not on the CPU, not float32, or not built."""
+    """The plan prepared for the kernel, or None where it cannot run: not on the CPU, not float32, or not
+    built.
+    """
     suitable = cache.device.type == "cpu" and cache.dtype == torch.float32 and cache.head_dim % _LANES == 0
     return NativeSegments(plan, cache) if suitable and _kernel() is not None else None

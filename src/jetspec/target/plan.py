@@ -1,7 +1,7 @@
 """The packed plan: which tokens of which sequences go through one forward, and who sees whom.
 
-Tokens of all sequences lie end to end, so linear layers see one [M, H] matrix and nothing is padded. Trees and prefill
-chunks are the same thing: a segment of rows of one sequence with a visibility among themselves.
+Tokens of all sequences lie end to end, so linear layers see one [M, H] matrix and nothing is padded. Trees
+and prefill chunks are the same thing: a segment of rows of one sequence with a visibility among themselves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jetspec.tree.mask import ancestor_mask
 class Segment:
     """Rows [start, start + count) of a plan, all of one sequence.
 
-    Every row sees all committed rows of its sequence, and of its own segment what `mask` [count, count] allows (True = visible;
-    None = causal, row i sees rows 0..i).
+    Every row sees all committed rows of its sequence, and of its own segment what `mask` [count, count]
+    allows (True = visible; None = causal, row i sees rows 0..i).
     """
 
     key: int
@@ -59,7 +59,8 @@ class Plan:
 def pack(trees: Iterable[tuple[int, Tree]], cache: KVCache) -> Plan:
     """Plan the verification of one tree per sequence. Room in the cache is reserved here.
 
-    Node i of a tree stands at position length + depth(i), because the root is the first token that is not cached.
+    Node i of a tree stands at position length + depth(i), because the root is the first token that is not
+    cached.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -75,7 +76,9 @@ def pack(trees: Iterable[tuple[int, Tree]], cache: KVCache) -> Plan:
 
 
 def chunk(parts: Iterable[tuple[int, Sequence[int]]], cache: KVCache, *, logits: bool = False) -> Plan:
-    """Plan a causal run of tokens per sequence: one piece of prefill, or teacher forcing where `logits` is set."""
+    """Plan a causal run of tokens per sequence: one piece of prefill, or teacher forcing where `logits` is
+    set.
+    """
     ids: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []

@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequency variants that the supported families use.
 
-Angles and their sine and cosine are computed in float32 whatever the model's dtype is, exactly as the models were trained
-(and as transformers computes them); only the result is cast.
+Angles and their sine and cosine are computed in float32 whatever the model's dtype is, exactly as the
+models were trained (and as transformers computes them); only the result is cast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from jetspec.target.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [rotary_dim / 2] in float32, and the factor that scales sine and cosine (YaRN; otherwise 1)."""
+    """Inverse frequencies [rotary_dim / 2] in float32, and the factor that scales sine and cosine (YaRN;
+    otherwise 1).
+    """
     dim = int(head_dim * rope.partial_rotary_factor)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / (rope.theta**exponent)
@@ -29,7 +31,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama-3.1 scaling: long wavelengths are divided by the factor, short ones stay, the band between is blended."""
+    """Llama-3.1 scaling: long wavelengths are divided by the factor, short ones stay, the band between is
+    blended.
+    """
     context = rope.original_max_positions
     wavelength = 2 * math.pi / plain
     smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -40,7 +44,9 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, and scale attention by the temperature of its Eq 22."""
+    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, and scale attention by the
+    temperature of its Eq 22.
+    """
 
     def magnitude(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
@@ -69,7 +75,9 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
 
 
 class RotaryTable:
-    """Sine and cosine of every position up to the largest seen, grown on demand; computed once per forward, not per layer."""
+    """Sine and cosine of every position up to the largest seen, grown on demand; computed once per forward,
+    not per layer.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._inverse, self._scale = inverse_frequencies(rope, head_dim)
@@ -79,7 +87,8 @@ class RotaryTable:
     def at(self, positions: Tensor, largest: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine [M, 1, rotary_dim] at `positions` [M]; `largest` is their maximum.
 
-        The two halves of the last axis are equal, and the first half of the sine carries the minus sign of the rotation.
+        The two halves of the last axis are equal, and the first half of the sine carries the minus sign of
+        the rotation.
         """
         if largest >= self._cos.shape[0]:
             self._grow(max(largest + 1, 2 * self._cos.shape[0], 256))
@@ -93,7 +102,9 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [M, heads, head_dim] by tables [M, 1, rotary_dim] (half-split layout); dimensions beyond rotary_dim pass."""
+    """Rotate x [M, heads, head_dim] by tables [M, 1, rotary_dim] (half-split layout); dimensions beyond
+    rotary_dim pass.
+    """
     dim = cos.shape[-1]
     if dim == x.shape[-1]:
         return x * cos + x.roll(dim // 2, dims=-1) * sin

@@ -1,7 +1,8 @@
 """The frozen target: one lean decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
-A forward takes a packed plan, writes the cache, and returns logits only for the rows that want them, plus taps (outputs of
-chosen layers). Families differ by configuration, never by code path: optional biases, QK-norm, sliding windows, experts.
+A forward takes a packed plan, writes the cache, and returns logits only for the rows that want them, plus
+taps (outputs of chosen layers). Families differ by configuration, never by code path: optional biases,
+QK-norm, sliding windows, experts.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Layer:
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = x.shape[0]
-        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_norm_eps)).view(rows, heads + 2 * kv_heads, dim)
+        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_norm_eps)).view(
+            rows, heads + 2 * kv_heads, dim
+        )
         if self.q_norm is None or self.k_norm is None:
             qk = rotate(qkv[:, : heads + kv_heads], *rotary)
             q, k = qk[:, :heads], qk[:, heads:]
@@ -165,7 +168,9 @@ class Transformer:
 
 
 class _Moved(Mapping[str, Tensor]):
-    """A view of the weights that casts and moves each tensor when it is read, so that two copies never coexist in full."""
+    """A view of the weights that casts and moves each tensor when it is read, so that two copies never
+    coexist in full.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
