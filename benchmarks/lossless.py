@@ -1,7 +1,8 @@
 """Losslessness: the token ids of drafted decoding against those of plain decoding, on real prompts.
 
 The default is 20 prompts of each of the seven sets, up to 128 new tokens, budgets 4, 16 and 64, greedily and
-at temperature 1 with a seed, in float32. Plain decoding runs one prompt at a time, drafted decoding --batch.
+at temperature 1 with a seed, in float32. Plain decoding runs --plain-batch prompts at a time (1), drafted
+decoding --batch.
 
 At each difference plain decoding's scores are computed anew, by prefill of the common prefix: logits at
 T = 0, logits / T + noise at T = 1. The gap is the distance between the best two scores, the lag that between
@@ -52,6 +53,7 @@ def main() -> int:
         "tokens": args.tokens,
         "grow": args.grow,
         "seed": args.seed,
+        "plain_batch": args.plain_batch,
         "ignore_eos": args.ignore_eos,
         "tie_below": TIE_BELOW,
     })  # fmt: skip
@@ -96,14 +98,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", nargs="+", type=int, default=[4], help="prompts decoded at once; may be several (4)"
     )
+    parser.add_argument(
+        "--plain-batch", type=int, default=1, help="prompts decoded plainly at once (%(default)s)"
+    )
     parser.add_argument("--grow", default="best-first", choices=list(GROW), help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the sampled texts (%(default)s)")
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end of the text, to --tokens always"
     )
     args = parser.parse_args()
-    if min(args.batch) < 1:
-        raise OptionError("--batch must be at least 1")
+    if min(*args.batch, args.plain_batch) < 1:
+        raise OptionError("--batch and --plain-batch must be at least 1")
     return args
 
 
@@ -135,7 +140,7 @@ def _check(
             questions = common.read_set(args.data, name, args.prompts)
             prompts = [common.encode(target, q.text) for q in questions]
             sampling = Sampling(temperature=temperature, seed=args.seed)
-            plain = [_plain(target, ids, sampling, limits) for ids in prompts]
+            plain = _plain(target, prompts, sampling, limits, args.plain_batch)
             bar.advance(task)
             for batch, budget in [(b, n) for s, t, b, n in cases if (s, t) == (name, temperature)]:
                 engine = Engine(target, drafter, budget=budget, grow=args.grow, max_batch=batch)
@@ -163,8 +168,11 @@ def _check(
                 bar.advance(task)
 
 
-def _plain(target: Target, ids: list[int], sampling: Sampling, limits: Limits) -> list[int]:
-    return Engine(target, None, budget=0).generate([ids], sampling, limits)[0].emitted
+def _plain(
+    target: Target, prompts: list[list[int]], sampling: Sampling, limits: Limits, batch: int = 1
+) -> list[list[int]]:
+    engine = Engine(target, None, budget=0, max_batch=batch)
+    return [sequence.emitted for sequence in engine.generate(prompts, sampling, limits)]
 
 
 def _differences(
@@ -195,7 +203,7 @@ def _differences(
         ended = not limits.ignore_eos and plain[-1] in (target.tokenizer.eos_ids | target.config.eos_ids)
         if rest and not ended:
             follow = Limits(max_tokens=rest, ignore_eos=limits.ignore_eos)
-            plain = plain + _plain(target, [*ids, *plain], sampling, follow)
+            plain = plain + _plain(target, [[*ids, *plain]], sampling, follow)[0]
     return found
 
 
