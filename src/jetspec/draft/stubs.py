@@ -49,7 +49,7 @@ class Off(_Stub):
 
 
 class Random(_Stub):
-    """Random children for every node, a function of (seed, sequence id, position of the root, path) alone.
+    """Random children for every node, a function of (seed, root, its position, path).
 
     Nearly everything is rejected, at a random place. It guards the rejecting side: rows that are not given
     back, rejected tokens that leak into the text, and trees of every shape going through masks and
@@ -69,8 +69,8 @@ class Random(_Stub):
         self.seed, self.vocab, self.depth, self.width = seed, vocab, depth, min(width, vocab)
 
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
-        """One proposal per sequence, the same again for the same sequence id and position."""
-        return [_RandomProposal(self, f"{self.seed} {s.id} {s.position}") for s in sequences]
+        """One proposal per sequence, the same again for the same root at the same position."""
+        return [_RandomProposal(self, f"{self.seed} {s.root} {s.position}") for s in sequences]
 
 
 class _RandomProposal:
