@@ -13,7 +13,7 @@ from torch import Tensor
 from jetspec.draft.checkpoint import Head
 from jetspec.tree.proposal import MarginalProposal, MarkovProposal, Proposal
 
-CANDIDATES = 32  # per depth
+CANDIDATES = 64  # per depth
 _PARENTS = 16  # most probable tokens of a depth whose mean bias helps to choose the next depth's candidates
 
 
