@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import common
-import torch
 from common import SETS, Journal
 from rich.table import Table
 
+from jetspec.decode.compare import lag, plain_scores, top_two_gap
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.errors import OptionError
-from jetspec.sampling import Sampling, gumbel_noise, process_logits
+from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
-from jetspec.target.plan import chunk
 from jetspec.target.target import Target
 from jetspec.tree import GROW
 
@@ -192,10 +191,11 @@ def _differences(
                 {"place": place, "plain": None, "other": None, "gap": None, "lag": None, "tie": False}
             )
             break
-        gap, lag = _distances(target, [*ids, *plain[:place]], (plain[place], other[place]), sampling)
-        tie = lag < TIE_BELOW
+        scores = plain_scores(target, [*ids, *plain[:place]], len(ids), sampling)
+        gap, behind = top_two_gap(scores), lag(scores, (plain[place], other[place]))
+        tie = behind < TIE_BELOW
         tokens = {"plain": plain[place], "other": other[place]}
-        found.append({"place": place, **tokens, "gap": gap, "lag": lag, "tie": tie})
+        found.append({"place": place, **tokens, "gap": gap, "lag": behind, "tie": tie})
         if not tie:
             break
         plain = other[: place + 1]
@@ -205,25 +205,6 @@ def _differences(
             follow = Limits(max_tokens=rest, ignore_eos=limits.ignore_eos)
             plain = plain + _plain(target, [[*ids, *plain]], sampling, follow)[0]
     return found
-
-
-def _distances(
-    target: Target, tokens: list[int], pair: tuple[int, int], sampling: Sampling
-) -> tuple[float, float]:
-    """Gap and lag of the scores for the token after `tokens`, which are prefilled."""
-    cache = target.new_cache()
-    cache.add(0, capacity=len(tokens))
-    if len(tokens) > 1:
-        plan = chunk([(0, tokens[:-1])], cache)
-        target.forward(plan, cache)
-        cache.keep(0, range(plan.size))
-    logits = target.forward(chunk([(0, tokens[-1:])], cache, logits=True), cache).logits  # [1, V]
-    assert logits is not None
-    scores = process_logits(logits, sampling)
-    if not sampling.greedy:
-        scores += gumbel_noise(sampling.seed, torch.tensor([len(tokens)]), scores.shape[-1])
-    best, second = scores[0].topk(2).values.tolist()
-    return best - second, best - float(scores[0, list(pair)].min())
 
 
 def _print(records: list[dict[str, Any]], facts: dict[str, Any]) -> None:

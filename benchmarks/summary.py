@@ -110,7 +110,7 @@ def _row(name: str, grow: str, budget: int, pairs: list[tuple[dict[str, Any], di
         speedup=speedup,
         whole=float(_speedup(whole.sum(0))),
         tau=bootstrap(
-            [(m["accepted"], m["rounds"]) for m in methods], lambda sums: sums[..., 0] / sums[..., 1] + 1.0
+            [(m["tokens"], m["rounds"]) for m in methods], lambda sums: sums[..., 0] / sums[..., 1]
         ),
         per_second=tokens / seconds,
         round_ms={phase: 1e3 * sum(m["split"][phase] for m in methods) / rounds for phase in PHASES},

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 import jetspec
-from jetspec.cli.main import app, arguments
+from jetspec.cli.app import app, arguments
 from tests.target.tiny import save_tokenizer, tiny_model
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -264,9 +264,9 @@ def load(
 
 def check_growth(budget: int | Budget, grow: str) -> None:
     """Raise OptionError unless budget and builder are valid."""
-    if isinstance(budget, int):
-        FixedBudget(budget)
-    if grow not in GROW:
+    if not hasattr(budget, "limit"):
+        FixedBudget(cast(int, budget))
+    if not isinstance(grow, str) or grow not in GROW:
         raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
 
 
@@ -288,10 +288,9 @@ class _Tally:
         self.sequence, self.kinds, self.stats = sequence, list[Kind](), Stats()
 
     def add(self, outcome: Outcome) -> None:
-        tree, path, emissions = outcome.tree, outcome.path, outcome.emissions
-        self.stats.record(tree.budget, tree.depth, len(path) - 1, len(emissions))
+        outcome.count_in(self.stats)
         self.stats.forwards += 1
-        self.kinds.extend(emission.kind for emission in emissions)
+        self.kinds.extend(emission.kind for emission in outcome.emissions)
 
     def result(self, shared: Stats) -> Result:
         """`shared` are the engine's: time is spent on the whole batch."""

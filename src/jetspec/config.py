@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields
@@ -61,7 +62,9 @@ class Request:
         if unknown:
             valid = ", ".join(Options.__annotations__)
             raise OptionError(f"unknown option {unknown[0]!r}; valid: {valid}")
-        stop = options.get("stop", ())
+        stop: Any = options.get("stop", ())
+        if not isinstance(stop, (str, Many)) or isinstance(stop, bytes):
+            raise OptionError(f"stop must be a text or a list of texts, got {stop!r}")
         raw, system = options.get("raw", False), options.get("system")
         if raw and system is not None:
             raise OptionError("system is part of the chat template, which raw leaves out; choose one of them")
@@ -72,6 +75,22 @@ class Request:
             ignore_eos=options.get("ignore_eos", False),
         )
         return Request(Sampling(**given), limits, raw, system, options.get("thinking"))
+
+
+MAX_TRAIN_SEED = 2**32 - 1  # prompts and steps are counted up from it
+
+
+def check_least(least: float, **values: float | None) -> None:
+    """Raise OptionError for the first value that is below `least`, or not finite; None is not set."""
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:  # NaN fails every comparison
+            raise OptionError(f"{name} must be a number of at least {least:g}, got {value!r}")
+
+
+def check_train_seed(seed: int) -> None:
+    """Raise OptionError unless the seed is one that training can count up from."""
+    if not 0 <= seed <= MAX_TRAIN_SEED:
+        raise OptionError(f"seed must be an integer from 0 to {MAX_TRAIN_SEED}, got {seed!r}")
 
 
 def check_text(text: str, raw: bool = False) -> None:

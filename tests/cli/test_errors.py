@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jetspec.cli.main import arguments, main
+from jetspec.cli.app import arguments
+from jetspec.cli.main import main
 from tests.helpers import CONTEXT, changed_model, jetspec, tiny_folder
 
 __all__ = ["tiny_folder"]  # a fixture

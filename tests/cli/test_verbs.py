@@ -9,8 +9,8 @@ import typer
 
 import jetspec as package
 from jetspec.cli import options
+from jetspec.cli.app import app, verbs
 from jetspec.cli.demo import PROMPTS
-from jetspec.cli.main import app, verbs
 from jetspec.target.cache import KVCache
 from jetspec.target.default_model import DEFAULT_MODEL
 from tests.helpers import jetspec, tiny_folder
@@ -108,7 +108,7 @@ def test_doctor_passes_a_sound_model(tiny_folder: Path) -> None:
 
 
 def test_doctor_finds_a_broken_cache(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the alarm: exit code 1, the first difference with its gap; a chain without gaps cannot show this fault."""
+    """Guards the alarm: exit code 1, the first difference with its gap; only paths with gaps show it."""
     keep = KVCache.keep
 
     def wrong(self: KVCache, key: int, path: list[int]) -> None:

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from jetspec.decode.compare import find_divergence, in_turns, top_two_gap
+from jetspec.decode.compare import find_divergence, in_turns, lag, plain_scores, top_two_gap
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Random
 from jetspec.errors import PromptError
@@ -53,24 +54,32 @@ def test_the_gap_is_that_of_the_logits_before_the_token(target: Target) -> None:
     assert logits is not None
     for count in (1, len(PROMPT) + 2, len(tokens)):
         best, second = logits[count - 1].topk(2).values.tolist()
-        gap = top_two_gap(target, tokens[:count], len(PROMPT), Sampling())
+        gap = top_two_gap(plain_scores(target, tokens[:count], len(PROMPT), Sampling()))
         assert gap == pytest.approx(best - second, abs=1e-4)
 
 
-def test_a_small_gap_is_a_tie_and_a_large_one_is_not(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the verdict on both sides of the bound."""
-    for gap, tie in ((9e-4, True), (2e-3, False), (float("inf"), False)):
-        monkeypatch.setattr("jetspec.decode.compare.top_two_gap", lambda *_, gap=gap: gap)
+def test_a_tie_needs_both_tokens_near_the_best(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the verdict on both sides of the bound; a near tie of the top two excuses no third token."""
+    for low, tie in ((4.9991, True), (4.998, False)):
+        scores = torch.zeros(20)
+        scores[9], scores[10], scores[11] = 5.0, low, 4.5
+        monkeypatch.setattr("jetspec.decode.compare.plain_scores", lambda *_, scores=scores: scores)
         first = find_divergence(target, PROMPT, [9], [10], Sampling())
         assert first is not None and first.tie is tie
+        third = find_divergence(target, PROMPT, [9], [11], Sampling())
+        assert third is not None and not third.tie
+        assert lag(scores, (10, 11)) == pytest.approx(0.5)
 
 
 def test_sampled_gaps_include_the_noise(target: Target) -> None:
     """Guards ties at a temperature: logit plus noise is compared there; top-k 1 leaves no rival."""
-    greedy = top_two_gap(target, PROMPT, len(PROMPT), Sampling())
-    sampled = {top_two_gap(target, PROMPT, len(PROMPT), Sampling(temperature=1.0, seed=s)) for s in range(3)}
-    assert len(sampled | {greedy}) == 4
-    assert top_two_gap(target, PROMPT, len(PROMPT), Sampling(temperature=1.0, top_k=1)) == float("inf")
+
+    def gap(sampling: Sampling) -> float:
+        return top_two_gap(plain_scores(target, PROMPT, len(PROMPT), sampling))
+
+    sampled = {gap(Sampling(temperature=1.0, seed=s)) for s in range(3)}
+    assert len(sampled | {gap(Sampling())}) == 4
+    assert gap(Sampling(temperature=1.0, top_k=1)) == float("inf")
 
 
 def test_engines_take_turns_and_warm_up_uncounted(target: Target) -> None:

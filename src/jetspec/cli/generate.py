@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jetspec.cli import options
-from jetspec.cli.loading import open_model, read_prompt
+from jetspec.cli.loading import from_argument, open_model, read_prompt
 from jetspec.cli.screen import STYLES, Screen
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def generate(
         frequency_penalty=frequency_penalty,
         seed=seed,
         max_tokens=max_tokens,
-        stop=stop or (),
+        stop=[from_argument(text, "--stop") for text in stop or ()],
         raw=raw,
-        system=system,
+        system=None if system is None else from_argument(system, "--system"),
     )
     request = Request.of(wanted)  # before the model is loaded: mistakes show at once
     check_growth(budget, grow)

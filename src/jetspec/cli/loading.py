@@ -11,6 +11,8 @@ from jetspec.errors import OptionError, PromptError
 if TYPE_CHECKING:
     from jetspec.api import LanguageModel
 
+_MAX_THREADS = 1024  # where the system refuses a thread, OpenMP ends the process without a word
+
 
 def open_model(
     screen: Screen,
@@ -24,19 +26,25 @@ def open_model(
     threads: int | None,
 ) -> LanguageModel:
     """Load target and head as `jetspec.load` does, saying so, and saying if there is no head."""
-    import torch
-
     import jetspec
 
-    if threads is not None:
-        if threads < 1:
-            raise OptionError(f"threads must be an integer of at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    use_threads(threads)
     screen.progress(f"loading {model}")
     loaded = jetspec.load(model, head, budget=budget, grow=grow, dtype=dtype, device=device)
     if head == "auto" and loaded.drafter.name == "off":
         screen.note_later(f"jetspec: no draft head is packaged for {model}: decoding plainly (see --head)")
     return loaded
+
+
+def use_threads(threads: int | None) -> None:
+    """Set torch's number of threads; None leaves it. Raises OptionError."""
+    import torch
+
+    if threads is None:
+        return
+    if not 1 <= threads <= _MAX_THREADS:
+        raise OptionError(f"threads must be an integer of at least 1, at most {_MAX_THREADS}, got {threads}")
+    torch.set_num_threads(threads)
 
 
 def read_prompt(prompt: str | None, raw: bool) -> str:
@@ -55,16 +63,16 @@ def read_prompt(prompt: str | None, raw: bool) -> str:
             ) from error
         prompt = prompt.removesuffix("\n").removesuffix("\r")
     elif prompt is not None and not prompt.isascii():
-        prompt = _from_argument(prompt)
+        prompt = from_argument(prompt)
     if prompt is None:
         raise PromptError("there is no prompt: write it in quotes, or pipe it in")
     check_text(prompt, raw)
     return prompt
 
 
-def _from_argument(prompt: str) -> str:
-    """The prompt as the terminal sent it: in a locale without UTF-8 its bytes arrive as lone surrogates."""
+def from_argument(text: str, what: str = "the prompt") -> str:
+    """A text as the terminal sent it: in a locale without UTF-8 its bytes arrive as lone surrogates."""
     try:
-        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
-        raise PromptError("the prompt is not UTF-8 text; convert it first") from error
+        raise PromptError(f"{what} is not UTF-8 text; convert it first") from error

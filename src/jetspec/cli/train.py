@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jetspec.cli import options
+from jetspec.cli.loading import use_threads
 from jetspec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -161,14 +162,15 @@ def train(
     )
     head = HeadOptions(layers, block, vocab, rank, plain, not bidirectional, not cold)
     target = _load(model, threads)
+    head.check_fits(target)
     folders = answers or [out / "answers"]
     if prompts is not None or not answers:
         make_answers(target, prompts, folders[0], tokens, max_tokens, batch, "0/1", skip_broken, seed)
     with _Watch() as watch:
         folder = train_head(target, folders, out, head, loop, products=products, on_report=watch)
-    watch.console.print(
-        f'head saved to {folder}; use it with: jetspec --head {folder} "your prompt"', highlight=False
-    )
+    named = "" if model == options.DEFAULT_MODEL else f"--model {model} "
+    for line in (f"head saved to {folder}; use it with", f'  jetspec {named}--head {folder} "your prompt"'):
+        watch.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def make_answers(
@@ -203,7 +205,9 @@ def make_answers(
         TextColumn("tokens, {task.fields[answered]} prompts"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    chosen = read_prompts(prompts, seed=seed, skip_broken=skip_broken)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("answers", total=tokens, answered=0)
 
         def show(count: Count) -> None:
@@ -211,7 +215,7 @@ def make_answers(
 
         done = answer_prompts(
             target,
-            read_prompts(prompts, seed=seed, skip_broken=skip_broken),
+            chosen,
             folder,
             default_tap_layers(target.config.num_layers),
             settings,
@@ -221,6 +225,7 @@ def make_answers(
         f"{done.answered} prompts answered with {done.tokens} tokens, "
         f"{done.skipped} skipped (too long): {folder}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -235,14 +240,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _load(model: str, threads: int | None) -> Target:
-    import torch
-
     from jetspec.target.loading import load_target
 
-    if threads is not None:
-        if threads < 1:
-            raise OptionError(f"threads must be an integer of at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    use_threads(threads)
     return load_target(model)
 
 
@@ -269,6 +269,7 @@ class _Watch:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
+            disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task("training", total=None, loss="")
         self._loss: float | None = None
@@ -289,5 +290,7 @@ class _Watch:
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
             self.console.print(
-                f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}", highlight=False
+                f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}",
+                highlight=False,
+                soft_wrap=True,
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from jetspec.cli import options
-from jetspec.cli.loading import open_model, read_prompt
+from jetspec.cli.loading import from_argument, open_model, read_prompt
 from jetspec.cli.screen import Screen, printable
 from jetspec.errors import OptionError
 
@@ -57,6 +57,7 @@ def tree(
     if round_number < 1:
         raise OptionError(f"round must be an integer of at least 1, got {round_number}")
     most = round_number * (budget + 1)  # a round emits no more than that
+    system = None if system is None else from_argument(system, "--system")
     wanted = Options(temperature=temperature, seed=seed, raw=raw, system=system, max_tokens=max(most, 256))
     request = Request.of(wanted)
     check_growth(budget, grow)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from jetspec.decode.engine import Engine
 from jetspec.decode.round import Outcome
@@ -33,7 +34,7 @@ class Divergence(NamedTuple):
     plain: int | None  # plain decoding's token; None where its output has ended
     other: int | None
     gap: float  # top-two gap of plain decoding's scores there
-    tie: bool  # whether the gap is small enough for rounding to decide
+    tie: bool  # whether both tokens score so close to the best that rounding decides
 
 
 def in_turns(
@@ -84,21 +85,28 @@ def find_divergence(
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
     if place == len(plain) == len(other):
         return None
-    gap = top_two_gap(target, [*prompt, *plain[:place]], len(prompt), sampling)
-    return Divergence(
-        place,
-        plain[place] if place < len(plain) else None,
-        other[place] if place < len(other) else None,
-        gap,
-        gap < TIE_BELOW[target.dtype],
-    )
+    scores = plain_scores(target, [*prompt, *plain[:place]], len(prompt), sampling)
+    first = plain[place] if place < len(plain) else None
+    second = other[place] if place < len(other) else None
+    tie = False  # where one of them has ended, rounding is no reason
+    if first is not None and second is not None:
+        tie = lag(scores, (first, second)) < TIE_BELOW[target.dtype]
+    return Divergence(place, first, second, top_two_gap(scores), tie)
 
 
-def top_two_gap(target: Target, tokens: Many[int], prompt_len: int, sampling: Sampling) -> float:
-    """By how much the best score for the token after `tokens` beats the second.
+def top_two_gap(scores: Tensor) -> float:
+    """By how much the best of `scores` [V] beats the second; infinite where one candidate is left."""
+    best, second = scores.topk(2).values.tolist()
+    return float(best - second)
 
-    Scores are what the picker compares. Infinite where the sampler leaves one candidate only.
-    """
+
+def lag(scores: Tensor, tokens: tuple[int, int]) -> float:
+    """How far the worse of two tokens lies below the best of `scores` [V]: small if both nearly tie with it."""
+    return float(scores.max() - scores[list(tokens)].min())
+
+
+def plain_scores(target: Target, tokens: Many[int], prompt_len: int, sampling: Sampling) -> Tensor:
+    """What the picker compares for the token after `tokens`, logits or logits / T + noise: [V]."""
     cache = target.new_cache()
     cache.add(0, capacity=len(tokens))
     if len(tokens) > 1:
@@ -111,5 +119,4 @@ def top_two_gap(target: Target, tokens: Many[int], prompt_len: int, sampling: Sa
     if not sampling.greedy:
         position = torch.tensor([len(tokens)], device=scores.device)
         scores += gumbel_noise(sampling.seed, position, scores.shape[-1])
-    best, second = scores[0].topk(2).values.tolist()
-    return best - second
+    return scores[0]

@@ -46,6 +46,15 @@ class Outcome(NamedTuple):
     path: list[int]  # node indices from the root to the last accepted node
     emissions: list[Emission]
 
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were emitted; what a stop cut off does not count."""
+        return sum(emission.kind == "accepted" for emission in self.emissions)
+
+    def count_in(self, stats: Stats) -> None:
+        """Add this round to the counters of a sequence or a run."""
+        stats.record(self.tree.budget, self.tree.depth, self.accepted, len(self.emissions))
+
 
 def decode_round(
     sequences: Many[Sequence],
@@ -83,12 +92,9 @@ def decode_round(
             rows = [segment.start + node for node in path]
             drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
-            kept = sum(
-                emission.kind == "accepted" for emission in emissions
-            )  # what a stop cut off does not count
-            stats.record(tree.budget, tree.depth, kept, len(emissions))
-            budget.record(s, tree, path)
             outcomes.append(Outcome(s, tree, path, emissions))
+            outcomes[-1].count_in(stats)
+            budget.record(s, tree, path)
     return outcomes
 
 

@@ -48,7 +48,7 @@ def load_head(folder: Path) -> Head:
         )
     try:
         values = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HeadError(
             f"{folder / 'config.json'} cannot be read ({error}); give the folder of a draft head"
         ) from None
@@ -58,7 +58,10 @@ def load_head(folder: Path) -> Head:
     _check_tensors(config, tensors, folder)
     if vocab is not None:
         _check_vocab(vocab, config)
-    return Head(config, tensors, vocab, dict((values.get("jet") or {}).get("manifest") or {}))
+    manifest = (values.get("jet") or {}).get("manifest") or {}
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("target") or {}, dict):
+        raise HeadError(f"{folder / 'config.json'}: jet.manifest and its target must be objects")
+    return Head(config, tensors, vocab, manifest)
 
 
 def save_head(folder: Path, head: Head, dtype: torch.dtype = torch.float16) -> None:
@@ -124,7 +127,9 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor], folder: Path)
 
 
 def _check_vocab(vocab: Tensor, config: HeadConfig) -> None:
-    ids = vocab.tolist()
-    inside = bool(ids) and ids[0] >= 0 and ids[-1] < config.model.vocab_size
-    if vocab.dtype != torch.int64 or vocab.ndim != 1 or not inside or bool((vocab[1:] <= vocab[:-1]).any()):
+    usable = vocab.dtype == torch.int64 and vocab.ndim == 1 and len(vocab) > 0
+    if usable:
+        usable = int(vocab[0]) >= 0 and int(vocab[-1]) < config.model.vocab_size
+        usable = usable and bool((vocab[1:] > vocab[:-1]).all())
+    if not usable:
         raise HeadError(f"{DRAFT_VOCAB} must be ascending ids inside 0..{config.model.vocab_size - 1}")

@@ -10,6 +10,7 @@ from jetspec.draft.checkpoint import load_head
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
 from jetspec.errors import HeadError
+from jetspec.target.storage import user_path
 from jetspec.target.target import Target
 
 NAMES = ("auto", "off", "random", "echo", "decoy")
@@ -36,7 +37,7 @@ def load_drafter(head: str | Path, target: Target) -> Drafter:
         return Echo(target, depth=_STUB_DEPTH)
     if name == "decoy":
         return Decoy(target, depth=_STUB_DEPTH, width=2)
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if not folder.exists():
         raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
     return BlockDrafter(load_head(folder), target)

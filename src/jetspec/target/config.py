@@ -177,11 +177,13 @@ class ModelConfig:
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    """`eos_token_id` as a set: the key may be missing, null, one id or a list of ids."""
+    """`eos_token_id` as a set: the key may be missing, null, one id or a list of ids. Raises ModelError."""
     if value is None:
         return frozenset()
     ids = value if isinstance(value, (list, tuple)) else [value]
-    return frozenset(int(i) for i in ids)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"eos_token_id is {value!r}; valid: a token id or a list of token ids")
+    return frozenset(ids)
 
 
 def _family(values: Mapping[str, Any]) -> str:
@@ -210,6 +212,14 @@ def _positive(values: Mapping[str, Any], key: str, default: int | None = None) -
     return value
 
 
+def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
+    """A whole number that may be 0; the default where the key is missing."""
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"config.json: {key} is {value!r}; valid: a whole number")
+    return value
+
+
 def _optional_number(values: Mapping[str, Any], key: str) -> float | None:
     """A float that may be missing, null or 0 (which transformers reads as missing)."""
     return _number(values, key, 1.0) if values.get(key) else None
@@ -228,6 +238,8 @@ def _number(values: Mapping[str, Any], key: str, default: float) -> float:
 def _rope_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The dictionary that holds the rotary numbers, whichever release wrote it."""
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: the rotary scaling is {given!r}; valid: an object")
     nested = [inner for inner in given.values() if isinstance(inner, Mapping)]
     if not nested:
         return given
@@ -251,9 +263,10 @@ def _windows(values: Mapping[str, Any], family: str, layers: int) -> tuple[int |
         return (window,) * layers
     types = values.get("layer_types")
     if types is None:
-        full = values.get("max_window_layers", 28)
+        full = _whole(values, "max_window_layers", 28)
         return tuple(window if layer >= full else None for layer in range(layers))
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise ModelError(
             f"config.json: layer_types must name {layers} layers; valid: full_attention, sliding_attention"
         )
@@ -267,9 +280,11 @@ def _windows(values: Mapping[str, Any], family: str, layers: int) -> tuple[int |
 def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
     """The experts of Qwen3-MoE, or None where no layer has any."""
     # transformers 5 renamed num_experts to num_local_experts.
-    experts = values.get("num_local_experts", values.get("num_experts", 128))
+    experts = _whole(values, "num_local_experts" if "num_local_experts" in values else "num_experts", 128)
     step = _positive(values, "decoder_sparse_step", 1)
-    dense = set(values.get("mlp_only_layers") or ())
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ModelError(f"config.json: mlp_only_layers is {dense!r}; valid: a list of layer numbers")
     sparse = tuple(experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     if not any(sparse):
         return None

@@ -20,7 +20,7 @@ from jetspec.errors import DownloadError, JetSpecError, ModelError, OptionError
 from jetspec.target.config import ModelConfig, token_ids
 from jetspec.target.default_model import DEFAULT_MODEL, cached_default_model
 from jetspec.target.gguf import cached_gguf
-from jetspec.target.storage import remove, say, storage_errors
+from jetspec.target.storage import remove, say, storage_errors, user_path
 from jetspec.target.tokenizer import Tokenizer
 from jetspec.target.weights import check_weights, read_weights
 
@@ -60,7 +60,8 @@ def load_target(name_or_path: str = DEFAULT_MODEL, *, dtype: str = "float32", de
     """
     if dtype not in DTYPES:
         raise OptionError(f"dtype {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
-    place = _device(device)
+    name_or_path = str(name_or_path)  # a Path is welcome
+    place = _device(str(device))
     model = read_model(name_or_path)
     from jetspec.target.target import Target
 
@@ -78,7 +79,7 @@ def read_model(
 
     Raises ModelError, DownloadError or StorageError.
     """
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if name_or_path == DEFAULT_MODEL:
         return _read_cached(lambda full: cached_default_model(verify=full, gguf=gguf), verify, name_or_path)
     if path.suffix == ".gguf":
@@ -133,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path.parent} has no {path.name}, so it is not a Hugging Face model folder"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); download it again") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__} instead of an object; download it again")
@@ -173,8 +174,15 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"device {name!r} is unknown; valid: cpu, cuda, cuda:0, …") from error
+    if device.type == "meta":
+        raise OptionError(f"device {name!r} computes nothing; valid: cpu, cuda, cuda:0, …")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(
             f"device {name!r} was asked for, but this machine has no usable CUDA device; valid: cpu"
         )
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # each kind of device has its own exception for not being there
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OptionError(f"device {name!r} cannot be used here ({reason}); valid: cpu") from error
     return device

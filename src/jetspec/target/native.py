@@ -16,6 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from jetspec.errors import StorageError
 from jetspec.target.storage import cache_dir
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-std=c11")
@@ -34,7 +35,7 @@ def load_library(name: str) -> ctypes.CDLL | None:
         if not path.exists():
             _build(compiler, source, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, StorageError):
         return None
 
 

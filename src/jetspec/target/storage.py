@@ -9,6 +9,7 @@ manifest is rebuilt.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -34,11 +35,26 @@ _STORAGE_ERRORS = {
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: JETSPEC_CACHE, or XDG_CACHE_HOME/jetspec, or ~/.cache/jetspec."""
+    """Where converted models are kept: JETSPEC_CACHE, or XDG_CACHE_HOME/jetspec, or ~/.cache/jetspec.
+
+    Raises StorageError where there is no home folder.
+    """
     if own := os.environ.get("JETSPEC_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "jetspec"
+        place = user_path(own)
+    else:
+        shared = os.environ.get("XDG_CACHE_HOME")
+        place = (Path(shared) if shared else user_path("~/.cache")) / "jetspec"
+    if place.parts and place.parts[0].startswith("~"):
+        raise StorageError(f"no home folder is known for {place}; set JETSPEC_CACHE to a folder")
+    return place
+
+
+def user_path(text: str | Path) -> Path:
+    """A path with `~` resolved as far as that is possible."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user, or no home
+        return Path(text)
 
 
 def say(message: str) -> None:
@@ -98,7 +114,8 @@ def storage_errors(place: Path, setting: str = "JETSPEC_CACHE") -> Iterator[None
 
 def _build(folder: Path, build: Callable[[Path], None], need_bytes: int) -> None:
     """Build, seal and move into place; the caller holds the lock."""
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):  # its owner is dead: we hold the lock
+    leftovers = folder.parent.glob(f".{glob.escape(folder.name)}.partial-*")
+    for leftover in leftovers:  # its owner is dead: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     if free < need_bytes:

@@ -152,7 +152,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); download it again") from error
     return values if isinstance(values, dict) else {}
 
@@ -177,11 +177,14 @@ def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], nam
     """Make special tokens of those that only tokenizer_config.json knows, as transformers does on loading."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = settings.get("added_tokens_decoder") or {}
-    for _, properties in sorted(declared.items(), key=lambda item: int(item[0])):
-        if isinstance(properties, Mapping) and properties.get("content") not in known:
-            values = {key: value for key, value in properties.items() if key != "__type"}
-            backend.add_tokens([tokenizers.AddedToken(**values)])
-            known.add(values["content"])
+    try:
+        for _, properties in sorted(declared.items(), key=lambda item: int(item[0])):
+            if isinstance(properties, Mapping) and properties.get("content") not in known:
+                values = {key: value for key, value in properties.items() if key != "__type"}
+                backend.add_tokens([tokenizers.AddedToken(**values)])
+                known.add(values["content"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"added_tokens_decoder of tokenizer_config.json is damaged ({error!r})") from error
     lists = (settings.get("additional_special_tokens"), settings.get("extra_special_tokens"))
     listed = [_token_text(token) for tokens in lists if isinstance(tokens, list) for token in tokens]
     missing = [text for text in dict.fromkeys([*named, *listed]) if text and text not in known]
@@ -192,7 +195,10 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The default chat template: its own file (newer folders) or an entry of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read ({error}); download it again") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}

@@ -120,8 +120,9 @@ def _shards(folder: Path) -> list[Path]:
     if not index.is_file():
         raise ModelError(_no_safetensors(folder))
     try:
-        names = list(dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = [str(name) for name in dict.fromkeys(found)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not a valid index of shards ({error!r}); download it again") from error
     if outside := [name for name in names if Path(name).name != name]:
         raise ModelError(f"{index} points outside its folder: {outside[0]!r}; valid: plain file names")

@@ -172,7 +172,10 @@ def read_shard(path: Path) -> Iterator[Sample]:
 def shard_taps(path: Path) -> tuple[int, ...]:
     """The target layers whose outputs a shard holds."""
     with _open(path) as file:
-        return tuple(json.loads((file.metadata() or {}).get("taps", "[]")))
+        try:
+            return tuple(json.loads((file.metadata() or {}).get("taps", "[]")))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path} is not a feature shard ({error}); delete it and run again") from None
 
 
 def _open(path: Path):  # type: ignore[no-untyped-def]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from jetspec.errors import StorageError
 
 
 def append_log(path: Path, record: dict[str, Any]) -> None:
@@ -21,7 +24,17 @@ def trim_log(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text("utf-8").split("\n") if 0 <= _step(line) <= step]
-    path.write_text("".join(line + "\n" for line in kept), "utf-8")
+    write_whole(path, "".join(line + "\n" for line in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small text file that appears whole or not at all. Raises StorageError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error}); free space, then run again") from None
 
 
 def _step(line: str) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from jetspec.config import check_least, check_train_seed
 from jetspec.draft.checkpoint import save_head
 from jetspec.errors import DataError
 from jetspec.train.checkpoint import load_checkpoint, save_checkpoint
@@ -57,6 +58,11 @@ class LoopOptions:
     validate_minutes: float = 10.0
     validate_answers: int = 40
     checkpoint_minutes: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_least(1, steps=self.steps, answers_per_batch=self.answers, anchors=self.anchors)
+        check_least(0, minutes=self.minutes, rate=self.learning_rate, decay=self.decay)
+        check_train_seed(self.seed)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jetspec.draft.config import HeadConfig
-from jetspec.errors import DataError, OptionError
+from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
 from jetspec.train.allocator import keep_freed_memory
@@ -50,6 +50,12 @@ class HeadOptions:
             if getattr(self, name) < low:
                 raise OptionError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
+    def check_fits(self, target: Target) -> None:
+        """Refuse what this target cannot have, before hours of work. Raises OptionError."""
+        width = target.config.hidden_size
+        if self.rank > width:
+            raise OptionError(f"rank must be at most {width}, the target's hidden size, got {self.rank}")
+
 
 def train_head(
     target: Target,
@@ -66,9 +72,15 @@ def train_head(
     products: arithmetic of matrix products: "float32", "bfloat16" (float32 sums), or "auto", which takes
     bfloat16 where the processor has instructions for it.
 
-    Raises DataError if the answers are unusable; OptionError for `products`.
+    Raises DataError if the answers are unusable; OptionError for `products` and for a rank above the hidden
+    size.
     """
     chosen = resolve_products(products)
+    head.check_fits(target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # now, and not at the first checkpoint
+    except OSError as error:
+        raise StorageError(f"the run cannot be kept in {folder} ({error}); choose another folder") from None
     keep_freed_memory()
     corpus = Corpus(answers, shards=(read_state(folder) or {}).get("shards"))
     config = HeadConfig.for_target(

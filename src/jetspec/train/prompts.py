@@ -89,4 +89,6 @@ def _message(message: Any) -> dict[str, str]:
     )
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError("a message must hold the texts `role` and `content`, and a turn must be a text")
+    if any("\ud800" <= letter <= "\udfff" for letter in content):
+        raise ValueError("the text holds half of a surrogate pair")
     return {"role": role, "content": content}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from jetspec.config import check_least, check_train_seed
 from jetspec.decode.engine import Engine
 from jetspec.errors import DataError, PromptError
 from jetspec.sampling import Sampling
@@ -33,6 +34,7 @@ from jetspec.train.features import (
     shard_taps,
     write_shard,
 )
+from jetspec.train.log import write_whole
 from jetspec.train.prompts import Prompt
 
 SHARD_SAMPLES = 64
@@ -56,6 +58,10 @@ class AnswerOptions:
     max_prompt: int = 512
     seed: int = 0
     part: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        check_least(1, tokens=self.tokens, max_tokens=self.max_tokens, batch=self.batch)
+        check_train_seed(self.seed)
 
     def temperature_of(self, prompt: int) -> float:
         """The temperature for a prompt: a fixed function of its number, so that a resumed run deals the
@@ -100,16 +106,18 @@ def answer_prompts(
         return progress
     number = next_shard(folder)
     waiting: list[Sample] = []
-    for sample in _answers(target, prompts, done, taps, options, progress):
-        waiting.append(sample)
-        on_progress(progress)
-        if len(waiting) == SHARD_SAMPLES:
+    try:
+        for sample in _answers(target, prompts, done, taps, options, progress):
+            waiting.append(sample)
+            on_progress(progress)
+            if len(waiting) == SHARD_SAMPLES:
+                write_shard(folder, number, waiting, taps)
+                number, waiting = number + 1, []
+            if progress.tokens >= options.tokens:
+                break
+    finally:  # Ctrl-C keeps what is finished
+        if waiting:
             write_shard(folder, number, waiting, taps)
-            number, waiting = number + 1, []
-        if progress.tokens >= options.tokens:
-            break
-    if waiting:
-        write_shard(folder, number, waiting, taps)
     return progress
 
 
@@ -205,4 +213,4 @@ def _check_folder(
         return
     if any(shard_taps(shard) != taps for shard in shard_paths(folder)):
         raise DataError(f"{folder} holds shards with other taps; use another folder or delete this one")
-    path.write_text(json.dumps({**record, "started": time.strftime("%Y-%m-%d")}, indent=2), "utf-8")
+    write_whole(path, json.dumps({**record, "started": time.strftime("%Y-%m-%d")}, indent=2))

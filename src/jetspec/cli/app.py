@@ -1,0 +1,60 @@
+"""The verbs of `jetspec`, and which of them a command line means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jetspec import __version__
+from jetspec.cli import demo, doctor, generate, train, tree
+
+app = typer.Typer(
+    name="jetspec",
+    help='Lossless speculative decoding with draft trees. `jetspec "your prompt"` is short for'
+    ' `jetspec generate "your prompt"`.',
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.command("generate")(generate.generate)
+app.command("tree")(tree.tree)
+app.command("answers")(train.answers)
+app.command("train", short_help="Train a draft head for a target.")(train.train)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"jetspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def verbs() -> list[str]:
+    """The verbs, in the order of the help page."""
+    return [command.name for command in app.registered_commands if command.name]
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """The arguments with the verb written out: what does not begin with one is for `generate`.
+
+    Nothing at all on a terminal asks for help; with piped input it is a prompt.
+    """
+    if not argv:
+        return ["--help"] if sys.stdin is None or sys.stdin.isatty() else ["generate"]
+    if argv[0] in (*verbs(), "--help", "-h", "--version"):
+        return list(argv)
+    return ["generate", *argv]
