@@ -265,7 +265,7 @@ def load(
 def check_growth(budget: int | Budget, grow: str) -> None:
     """Raise OptionError unless budget and builder are valid."""
     if not hasattr(budget, "limit"):
-        FixedBudget(cast(int, budget))
+        FixedBudget(budget)
     if not isinstance(grow, str) or grow not in GROW:
         raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
 

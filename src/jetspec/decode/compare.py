@@ -101,7 +101,7 @@ def top_two_gap(scores: Tensor) -> float:
 
 
 def lag(scores: Tensor, tokens: tuple[int, int]) -> float:
-    """How far the worse of two tokens lies below the best of `scores` [V]: small if both nearly tie with it."""
+    """How far the worse of two tokens lies below the best of `scores` [V]: small if both are near it."""
     return float(scores.max() - scores[list(tokens)].min())
 
 
