@@ -11,7 +11,7 @@ import jetspec
 from jetspec.api import LanguageModel, load
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Decoy
-from jetspec.errors import HeadError, OptionError, PromptError
+from jetspec.errors import HeadError, ModelError, OptionError, PromptError
 from jetspec.sequence import Emission
 from tests.helpers import CONTEXT, tiny_folder
 
@@ -217,14 +217,21 @@ def test_options_are_strict(model: LanguageModel) -> None:
         model.generate("Hello", raw=True, system="Be brief.")
     with pytest.raises(OptionError, match="top_p"):
         model.stream("Hello", top_p=0.0)
+    for stop in (None, 5, b"x"):
+        with pytest.raises(OptionError, match="stop must be a text or a list of texts"):
+            model.generate("Hello", stop=stop)  # type: ignore[call-overload]
 
 
 def test_load_checks_cheap_things_first() -> None:
     """Guards the user's time: a bad budget or builder shows before a model is read, or fetched."""
     with pytest.raises(OptionError, match="budget"):
         load("no such model", budget=-1)
+    with pytest.raises(OptionError, match="budget"):
+        load("no such model", budget="16")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="valid: best-first, beam, chain"):
         load("no such model", grow="worst-first")
+    with pytest.raises(ModelError, match="'~no-such-user/x' was not found"):
+        load("~no-such-user/x")
 
 
 def test_load_names_a_missing_head(tiny_folder: Path) -> None:

@@ -37,6 +37,10 @@ __all__ = ["tiny_folder"]  # a fixture
         (["--dtype", "int4"], "valid: float32, bfloat16, float16, float64"),
         (["--device", "toaster"], "device 'toaster' is unknown; valid: cpu"),
         (["--threads", "0"], "threads must be an integer of at least 1"),
+        (["--threads", "99999999999"], "at most 1024"),
+        (["--stop", "\udcff"], "--stop is not UTF-8 text"),
+        (["--system", "\udcff"], "--system is not UTF-8 text"),
+        (["--head", "~no-such-user/x"], "head '~no-such-user/x' was not found"),
         (["--head", "nowhere"], "head 'nowhere' was not found; valid: auto, off, random"),
         (["--colour"], "No such option: --colour"),
         (["another"], "unexpected extra argument"),
@@ -124,6 +128,7 @@ def test_the_verb_may_be_left_out(given: list[str], expected: list[str]) -> None
         (BrokenPipeError(), 141, ""),
         (KeyboardInterrupt(), 130, "jetspec: interrupted"),
         (MemoryError(), 2, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "not enough memory"),
     ],
 )
 def test_what_the_system_does_is_no_traceback(
@@ -159,3 +164,27 @@ def test_a_full_disk_is_one_line(tiny_folder: Path, more: list[str]) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr == "jetspec: error: cannot read or write the output: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    ("closed", "code"), [(">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>&- --top-p 0", 2)]
+)
+def test_closed_streams_are_no_error(tiny_folder: Path, closed: str, code: int) -> None:
+    """Guards daemons, which start programs without streams: no traceback, and no error line on stdout."""
+    command = f"'{sys.executable}' -m jetspec Hello -n 2 --model '{tiny_folder}' --head off {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and "Traceback" not in done.stderr and "error" not in done.stdout
+
+
+def test_an_interruption_while_the_verbs_are_loaded(tiny_folder: Path) -> None:
+    """Guards Ctrl-C in the first moments: importing the command line is within what is caught."""
+    code = (
+        "import builtins, sys; from jetspec.cli.main import main; real = builtins.__import__\n"
+        "def stop(name, *rest):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = stop; sys.exit(main(['Hello']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (130, "jetspec: interrupted\n")

@@ -229,6 +229,18 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor([3, VOCAB])})),
         "draft_vocab",
     ),
+    "vocabulary of two axes": (
+        tensor_edit(lambda t: t.update({"draft_vocab": torch.zeros(2, 2, dtype=torch.int64)})),
+        "draft_vocab",
+    ),
+    "vocabulary of none": (tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor(3)})), "draft_vocab"),
+    "manifest": (config_edit(lambda c: c.update(jet={"manifest": "x"})), "manifest"),
+    "manifest of a target": (config_edit(lambda c: c.update(jet={"manifest": {"target": "x"}})), "manifest"),
+    "end ids": (config_edit(lambda c: c.update(eos_token_id="x")), "eos_token_id is 'x'"),
+    "deep JSON": (
+        lambda folder: (folder / "config.json").write_text("[" * 10**5),  # type: ignore[dict-item,return-value]
+        "cannot be read",
+    ),
 }
 
 

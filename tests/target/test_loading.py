@@ -157,7 +157,14 @@ def test_lfs_pointer(tmp_path: Path) -> None:
     assert "git lfs pull" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": "../secret.safetensors"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", "{}", "[" * 10**5),
+        *('{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../secret.safetensors"}}'),
+    ],
+    ids=range(6),
+)
 def test_bad_index(tmp_path: Path, content: str) -> None:
     """An index that is cut off, or that points at files outside its folder."""
     save(tmp_path, shard="8KB")
@@ -311,6 +318,8 @@ def test_load_target(tmp_path: Path) -> None:
     for options, part in (
         ({"dtype": "float8"}, "bfloat16"),
         ({"device": "abacus"}, "cpu"),
+        ({"device": "meta"}, "cpu"),
+        ({"device": "privateuseone"}, "cannot be used here"),
         *(() if torch.cuda.is_available() else [({"device": "cuda"}, "cpu")]),
     ):
         with pytest.raises(OptionError, match=part):

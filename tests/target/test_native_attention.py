@@ -4,6 +4,10 @@ company.
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -124,3 +128,23 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a C compiler decodes through the portable path."""
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert build.load_library.__wrapped__("attention") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is built on Linux only")
+@pytest.mark.parametrize(
+    "script", ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo junk > "$2"', "exit 0"]
+)
+def test_a_broken_compiler_is_no_error(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards machines whose `cc` fails, writes rubbish, or writes nothing and says that all is well."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("JETSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build.shutil, "which", lambda name: str(compiler))
+    assert build.load_library.__wrapped__("attention") is None
+
+
+def test_a_library_without_the_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an AttributeError for a library that holds something else."""
+    monkeypatch.setattr(native_attention, "load_library", lambda name: ctypes.CDLL(None))
+    assert native_attention._kernel.__wrapped__() is None

@@ -217,3 +217,14 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/xdg/jetspec")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path("/home/someone/.cache/jetspec")
+    monkeypatch.setenv("JETSPEC_CACHE", "~no-such-user/x")
+    with pytest.raises(StorageError, match="no home folder"):
+        cache_dir()
+
+
+def test_leftovers_of_odd_names_are_removed(cache: Path) -> None:
+    """Guards disk space: a name with brackets (`model[1].gguf`) is a name, not a pattern."""
+    leftover = cache_dir() / "models" / ".a[1].partial-dead"
+    leftover.mkdir(parents=True)
+    build_once("a[1]", write, need_bytes=1)
+    assert not leftover.exists()

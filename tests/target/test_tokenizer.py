@@ -111,6 +111,9 @@ def test_template_errors(tmp_path: Path) -> None:
             ("{{ messages[0].content.foo.bar }}", PromptError, "refuses"),
             ("{{ ''.__class__.__mro__ }}", PromptError, "refuses"),
             ("{{ messages.append(1) }}", PromptError, "refuses"),
+            ("{{ 1 / 0 }}", PromptError, "division by zero"),
+            ("{{ range(10**9) }}", PromptError, "Range too big"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", PromptError, "recursion"),
             ("{% if %}", ModelError, "line 1"),
         ]
     ):
@@ -246,6 +249,19 @@ def test_broken_tokenizer(tmp_path: Path, content: str) -> None:
     """A half-downloaded file must be named, not end in a traceback."""
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_broken_settings(tmp_path: Path) -> None:
+    """Added tokens of another form, or a template in another encoding, must be named as well."""
+    for added in ({"x": {"content": "a"}}, [1], {"1": {"content": 5}}):
+        save_tokenizer(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+        with pytest.raises(ModelError, match="added_tokens_decoder"):
+            Tokenizer(tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja"):
         Tokenizer(tmp_path)
 
 

@@ -13,7 +13,7 @@ from jetspec.cli.main import main
 from jetspec.draft.checkpoint import load_head
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.loading import load_drafter
-from jetspec.errors import DataError, OptionError
+from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import load_target
 from jetspec.train.loop import LoopOptions
 from jetspec.train.pipeline import HeadOptions, _products, mask_token, resolve_products, train_head
@@ -77,6 +77,14 @@ def test_train_through_the_command_line(
         (("--products", "int8"), "products 'int8' is unknown"),
         (("--block", "1"), "block_size must be at least 2"),
         (("--threads", "0"), "threads"),
+        (("--threads", "99999999999"), "threads"),
+        (("--steps", "0"), "steps must be a number of at least 1"),
+        (("--minutes", "nan"), "minutes must be a number"),
+        (("--rate", "-1"), "rate must be a number"),
+        (("--decay", "inf"), "decay must be a number"),
+        (("--answers-per-batch", "0"), "answers_per_batch must be"),
+        (("--anchors", "0"), "anchors must be"),
+        (("--seed", "-1"), "seed must be"),
     ],
 )
 def test_options_are_refused_before_any_work(
@@ -87,11 +95,34 @@ def test_options_are_refused_before_any_work(
     assert message in capsys.readouterr().err
 
 
+def test_what_the_target_cannot_have_is_refused_before_answers(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a size mismatch after hours: a scorer's rank above the hidden size has no start."""
+    assert main(command(model_folder, tmp_path, "--rank", "17")) == 2
+    assert capsys.readouterr().err == (
+        "jetspec: error: rank must be at most 16, the target's hidden size, got 17\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_is_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    """Guards the training that would be lost at its first checkpoint."""
+    target = tiny_target()
+    tiny_answers(target, tmp_path / "answers")
+    (tmp_path / "file").write_text("")
+    head = HeadOptions(vocab=0, rank=0, warm=False)
+    with pytest.raises(StorageError, match="choose another folder"):
+        train_head(target, [tmp_path / "answers"], tmp_path / "file", head, LoopOptions(steps=1))
+
+
 def test_answers_need_prompts(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards `jetspec answers`: without prompts or with a broken part it says what to give."""
     arguments = ["answers", "--model", str(model_folder), "--out", str(tmp_path / "a")]
     assert main(arguments) == 2
     assert "--prompts FILE" in capsys.readouterr().err
+    assert main([*arguments, "--prompts", str(tmp_path / "none.txt")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1  # and no line of a progress bar
     prompts = tmp_path / "p.txt"
     prompts.write_text("the quick fox\nthe lazy dog\n")
     assert main([*arguments, "--prompts", str(prompts), "--part", "2/2"]) == 2

@@ -69,6 +69,7 @@ def test_the_order_is_shuffled_by_the_seed(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "line 2.*content"),
         ('{"messages": [{"role": "user", "content": null}]}', "line 2.*content"),
         ('{"messages": ["hello"]}', "line 2.*content"),
+        ('{"turns": ["half \\ud800"]}', "line 2.*surrogate"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2.*empty"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jetspec.decode.engine import Engine
-from jetspec.errors import DataError
+from jetspec.errors import DataError, OptionError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.target import Target
@@ -73,6 +73,22 @@ def test_an_interrupted_run_goes_on(target: Target, tmp_path: Path) -> None:
     assert by_prompt(tmp_path / "killed") == by_prompt(tmp_path / "whole")
     assert progress == whole and progress.answered == len(PROMPTS)
     assert progress.tokens == sum(sample.answer_len for sample in samples(tmp_path / "killed"))
+
+
+def test_an_interruption_keeps_finished_answers(target: Target, tmp_path: Path) -> None:
+    """Guards the answers that wait for their shard to fill up when Ctrl-C comes."""
+    with pytest.raises(Killed):
+        run(target, tmp_path, stop=6)
+    assert [len(list(read_shard(path))) for path in shard_paths(tmp_path)] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 0}, {"max_tokens": 0}, {"batch": 0}, {"seed": -1}, {"seed": 2**64}], ids=str
+)
+def test_options_are_checked_before_a_folder_is_made(wrong: dict[str, int]) -> None:
+    """Guards the folder: options that cannot work would be recorded in it and refuse the right ones later."""
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        AnswerOptions(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_run_with_enough_tokens_is_left_alone(target: Target, tmp_path: Path) -> None:
