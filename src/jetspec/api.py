@@ -134,7 +134,7 @@ class LanguageModel:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        budget: int | Budget = 16,
+        budget: int | Budget = 8,
         grow: str = "best-first",
     ) -> None:
         check_growth(budget, grow)
@@ -242,7 +242,7 @@ def load(
     model: str = DEFAULT_MODEL,
     head: str = "auto",
     *,
-    budget: int | Budget = 16,
+    budget: int | Budget = 8,
     grow: str = "best-first",
     dtype: str = "float32",
     device: str = "cpu",

@@ -12,7 +12,7 @@ import typer
 
 # The names of the loading modules, which import torch; a test keeps them equal.
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_BUDGET = 16
+DEFAULT_BUDGET = 8
 DEFAULT_GROW = "best-first"
 
 Prompt = Annotated[
