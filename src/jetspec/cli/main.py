@@ -65,6 +65,9 @@ def _run(argv: Sequence[str]) -> int:
 
     from jetspec.cli.app import app, arguments
 
+    if not {"--help", "-h", "--version"}.intersection(argv):
+        import numpy  # noqa: F401 (torch would import it from C, where Ctrl-C is swallowed)
+
     # ClickException, the base of usage errors: newer releases of typer carry their own copy of click.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
