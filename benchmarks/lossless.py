@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import common
 from common import SETS, Journal
 from rich.table import Table
 
-from jetspec.decode.compare import lag, plain_scores, top_two_gap
+from jetspec.decode.compare import TIE_BELOW, find_divergence
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.errors import OptionError
@@ -35,9 +36,6 @@ from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.target import Target
 from jetspec.tree import GROW
-
-# Logits are of the order of tens, float32 keeps seven digits, and thirty layers of sums add up their errors.
-TIE_BELOW = 1e-3
 
 
 def main() -> int:
@@ -54,7 +52,7 @@ def main() -> int:
         "seed": args.seed,
         "plain_batch": args.plain_batch,
         "ignore_eos": args.ignore_eos,
-        "tie_below": TIE_BELOW,
+        "tie_below": TIE_BELOW[target.dtype],
     })  # fmt: skip
     key = common.run_key(facts)
     journal = Journal(args.results / "lossless.jsonl")
@@ -183,20 +181,11 @@ def _differences(
     with the same text.
     """
     found: list[dict[str, Any]] = []
-    while plain != other:
-        pairs = zip(plain, other, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
-        if place == min(len(plain), len(other)):  # one of them ended early: rounding cannot do that
-            found.append(
-                {"place": place, "plain": None, "other": None, "gap": None, "lag": None, "tie": False}
-            )
-            break
-        scores = plain_scores(target, [*ids, *plain[:place]], len(ids), sampling)
-        gap, behind = top_two_gap(scores), lag(scores, (plain[place], other[place]))
-        tie = behind < TIE_BELOW
-        tokens = {"plain": plain[place], "other": other[place]}
-        found.append({"place": place, **tokens, "gap": gap, "lag": behind, "tie": tie})
-        if not tie:
+    while (first := find_divergence(target, ids, plain, other, sampling)) is not None:
+        place = first.place
+        # JSON has no infinity: it stands where one output has ended.
+        found.append({**first._asdict(), "lag": None if math.isinf(first.lag) else first.lag})
+        if not first.tie:
             break
         plain = other[: place + 1]
         rest = limits.max_tokens - len(plain)
@@ -230,10 +219,11 @@ def _print(records: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         for d in r["differences"]:
             kind = "tie" if d["tie"] else "UNEXCUSED"
             where = f"{d['id']}, T = {r['temperature']:g}, batch {r['batch']}, budget {r['budget']}"
-            why = "one of them ends" if d["gap"] is None else f"gap {d['gap']:.2e}, lag {d['lag']:.2e}"
+            why = "one of them ends" if d["lag"] is None else f"gap {d['gap']:.2e}, lag {d['lag']:.2e}"
             console.print(f"{kind}: {where}, token {d['place'] + 1}, {why}")
     tokens, ties, broken = (sum(r[name] for r in records) for name in ("tokens", "ties", "unexcused"))
-    counts = f"{tokens} tokens compared, {ties} ties below {TIE_BELOW:g}, {broken} unexcused differences"
+    bound = f"{settings['tie_below']:g}"
+    counts = f"{tokens} tokens compared, {ties} ties below {bound}, {broken} unexcused differences"
     console.print(f"{counts}: {'NOT lossless' if broken else 'lossless'}")
     console.print(common.footer(facts))
     if not any(r["gaps"] for r in records):

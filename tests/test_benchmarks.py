@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jetspec.decode.compare import TIE_BELOW
 from jetspec.decode.engine import Engine
 from jetspec.errors import DataError
 from jetspec.sampling import Sampling
@@ -199,10 +200,10 @@ def test_differences(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> Non
     other = [*plain[:4], wrong, *decode([*PROMPT, *plain[:4], wrong], 7)]
     (first,) = check(other)
     assert (first["place"], first["tie"]) == (4, False) and first["lag"] >= first["gap"] > 0
-    monkeypatch.setattr(lossless, "TIE_BELOW", first["lag"] * 1.01)  # now it counts as a tie …
+    monkeypatch.setitem(TIE_BELOW, target.dtype, first["lag"] * 1.01)  # now it counts as a tie …
     assert [(d["place"], d["tie"]) for d in check(other)] == [(4, True)]  # … and the rest agrees
-    monkeypatch.setattr(lossless, "TIE_BELOW", first["gap"] * 0.99)
+    monkeypatch.setitem(TIE_BELOW, target.dtype, first["gap"] * 0.99)
     assert [d["tie"] for d in check(other)] == [False]
-    monkeypatch.setattr(lossless, "TIE_BELOW", first["lag"] * 1.01)
+    monkeypatch.setitem(TIE_BELOW, target.dtype, first["lag"] * 1.01)
     second = [*other[:9], (other[9] + 1) % 60, *other[10:]]
     assert [d["place"] for d in check(second)][:2] == [4, 9]

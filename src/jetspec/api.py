@@ -16,7 +16,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, cast, overload
 
-from jetspec.budget.fixed import FixedBudget
+from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
 from jetspec.config import Options, Request, check_text
 from jetspec.decode.compare import Divergence, find_divergence, in_turns
 from jetspec.decode.engine import Engine
@@ -134,7 +134,7 @@ class LanguageModel:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        budget: int | Budget = 8,
+        budget: int | Budget = DEFAULT_BUDGET,
         grow: str = "best-first",
     ) -> None:
         check_growth(budget, grow)
@@ -242,7 +242,7 @@ def load(
     model: str = DEFAULT_MODEL,
     head: str = "auto",
     *,
-    budget: int | Budget = 8,
+    budget: int | Budget = DEFAULT_BUDGET,
     grow: str = "best-first",
     dtype: str = "float32",
     device: str = "cpu",

@@ -8,31 +8,31 @@ is excused (and counted) if the two best tokens are closer than 1e-3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from jetspec.decode.engine import Engine
-from jetspec.decode.round import Outcome
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
 from jetspec.sampling import History, Sampling, pick_tokens
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
 from jetspec.tree import GROW
-from tests.decode.tiny import VOCAB, Recorder, teacher_forced, tiny_target
+from tests.decode.tiny import (
+    LENGTH,
+    PROMPTS,
+    SAMPLINGS,
+    VOCAB,
+    Recorder,
+    plain,
+    shared_target,
+    steps,
+    teacher_forced,
+    tiny_target,
+)
 
-PROMPTS = ([7, 3, 41, 20, 11], [50], [9, 9, 2, 33, 14, 58, 1, 0, 27, 27, 5])
-SAMPLINGS = {
-    "greedy": Sampling(),
-    "greedy-penalties": Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
-    "T0.7": Sampling(temperature=0.7, seed=3),
-    "T1-filters": Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.02, seed=2**40 + 5),
-    "T1-penalties": Sampling(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, seed=8),
-    "T0.7-bias": Sampling(temperature=0.7, top_p=0.95, logit_bias={4: 2.0, 20: -1e9}, seed=1),
-}
 STUBS: dict[str, Callable[[Target], Drafter]] = {
     "off": lambda target: Off(),
     "random": lambda target: Random(seed=5, vocab=VOCAB, depth=3, width=4),
@@ -40,38 +40,6 @@ STUBS: dict[str, Callable[[Target], Drafter]] = {
     "decoy": lambda target: Decoy(target, depth=3, width=3),
     "decoy-last": lambda target: Decoy(target, depth=4, width=2),
 }
-LENGTH = 14
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(_same_start: None) -> None:
-    """Threads that wait for each other on a busy machine make such small products a hundred times slower."""
-    torch.set_num_threads(1)
-
-
-@cache
-def shared_target() -> Target:
-    """One float64 target for all tests; targets are frozen."""
-    return tiny_target()
-
-
-@cache
-def plain(prompt: tuple[int, ...], name: str, length: int = LENGTH) -> tuple[int, ...]:
-    """What budget 0 without a drafter emits, alone in its engine."""
-    engine = Engine(shared_target(), budget=0)
-    (sequence,) = engine.generate([prompt], SAMPLINGS[name], Limits(max_tokens=length))
-    return tuple(sequence.emitted)
-
-
-def steps(engine: Engine, sequences: list[Sequence]) -> Iterator[Outcome]:
-    """Run to the end and check after every round that exactly the committed tokens less the root are
-    cached."""
-    while engine.busy:
-        yield from engine.step()
-        for s in sequences:
-            if s.id in engine.cache.keys() and s.emitted:  # noqa: SIM118 (not a dict)
-                assert s.finished is None, "a finished sequence still holds memory"
-                assert engine.cache.length(s.id) == len(s.tokens) - 1
 
 
 def has_gap(path: list[int]) -> bool:
@@ -228,224 +196,3 @@ def test_long_prompts_are_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -
         pass
     for prompt, sequence in zip(prompts, sequences, strict=True):
         assert tuple(sequence.emitted) == plain(tuple(prompt), "T0.7")
-
-
-@pytest.mark.parametrize("stub", ["echo", "decoy"])
-def test_stop_id_at_every_offset_of_a_block(stub: str) -> None:
-    """Guards the end of text inside an accepted block (transformers #47912, sglang #2720): the output ends
-    exactly there, and the stop id counts as emitted but is not shown. ignore_eos goes on."""
-    target = shared_target()
-    prompt, sampling = PROMPTS[0], SAMPLINGS["T0.7"]
-    text = plain(tuple(prompt), "T0.7")
-    offsets = [at for at, token in enumerate(text[:8]) if token not in text[:at]]
-    assert len(offsets) >= 5, "too few places for a stop id"
-    for at in offsets:
-        drafter = Echo(target, depth=6) if stub == "echo" else Decoy(target, depth=6, width=2)
-        engine = Engine(target, drafter, budget=20)
-        limits = Limits(max_tokens=LENGTH, stop_ids=frozenset({text[at]}))
-        (sequence,) = engine.generate([prompt], sampling, limits)
-        assert tuple(sequence.emitted) == text[: at + 1]
-        assert sequence.finished == "stop"
-        assert sequence.text == target.tokenizer.decode(list(text[:at]))
-        assert engine.stats.tokens == at + 1
-        assert engine.cache.bytes == 0 and drafter.cache.bytes == 0
-        ignoring = Limits(max_tokens=LENGTH, stop_ids=frozenset({text[at]}), ignore_eos=True)
-        (sequence,) = engine.generate([prompt], sampling, ignoring)
-        assert tuple(sequence.emitted) == text
-
-
-def test_stop_ids_come_from_tokenizer_and_model_too() -> None:
-    """Guards against a request that forgets the target's own end-of-text ids."""
-    text = plain(tuple(PROMPTS[0]), "greedy")
-    target = tiny_target(eos_token_id=[text[2]])
-    (sequence,) = Engine(target, Echo(target)).generate([PROMPTS[0]], limits=Limits(max_tokens=LENGTH))
-    assert tuple(sequence.emitted) == text[: text.index(text[2]) + 1]
-    target = tiny_target()
-    target.tokenizer.eos_ids = frozenset({text[1]})
-    (sequence,) = Engine(target, Echo(target)).generate([PROMPTS[0]], limits=Limits(max_tokens=LENGTH))
-    assert tuple(sequence.emitted) == text[: text.index(text[1]) + 1]
-
-
-@pytest.mark.parametrize("limit", range(1, 8))
-def test_max_tokens_is_exact(limit: int) -> None:
-    """Guards overshooting (transformers PR47195): a drafter that is always accepted, limits of one block
-    and less. The last round may not draft deeper than what is left."""
-    target = shared_target()
-    text = plain(tuple(PROMPTS[2]), "T0.7")
-    for drafter in (Echo(target, depth=5), Decoy(target, depth=5, width=2)):
-        engine = Engine(target, drafter, budget=24)
-        sequence = engine.add(PROMPTS[2], SAMPLINGS["T0.7"], Limits(max_tokens=limit))
-        left = limit
-        for outcome in steps(engine, [sequence]):
-            assert outcome.tree.depth < left or left == 1 == outcome.tree.size
-            left -= len(outcome.emissions)
-        assert tuple(sequence.emitted) == text[:limit]
-        assert sequence.finished == "length"
-        assert engine.stats.tokens == limit
-
-
-@pytest.mark.parametrize("room", [1, 2, 5, 6])
-def test_context_limit_is_exact(room: int) -> None:
-    """Guards the context's end, set by the request or by the model: never a token beyond it, and none too
-    few."""
-    prompt = PROMPTS[2]
-    text = plain(tuple(prompt), "greedy")
-    target = shared_target()
-    asked = Limits(max_tokens=LENGTH, max_context=len(prompt) + room)
-    (sequence,) = Engine(target, Echo(target, depth=5)).generate([prompt], limits=asked)
-    assert (tuple(sequence.emitted), sequence.finished) == (text[:room], "length")
-    small = tiny_target(max_position_embeddings=len(prompt) + room)
-    (sequence,) = Engine(small, Decoy(small)).generate([prompt], limits=Limits(max_tokens=LENGTH))
-    assert (tuple(sequence.emitted), sequence.finished) == (text[:room], "length")
-
-
-def test_stop_strings_end_text_and_ids_at_the_same_point() -> None:
-    """Guards vllm PR47616 and sglang #31599: a stop string that begins and ends inside tokens of an
-    accepted block ends ids and text as in plain decoding, also when max_tokens falls into the same
-    block."""
-    target = shared_target()
-    prompt, sampling = PROMPTS[0], SAMPLINGS["T0.7"]
-    whole = target.tokenizer.decode(list(plain(tuple(prompt), "T0.7")))
-    for start in range(1, 14):
-        stop = whole[start : start + 3]
-        for max_tokens in (start // 2 + 2, LENGTH):
-            limits = Limits(max_tokens=max_tokens, stop_strings=(stop,))
-            (expected,) = Engine(target, budget=0).generate([prompt], sampling, limits)
-            for drafter in (Echo(target, depth=6), Decoy(target, depth=6, width=2)):
-                engine = Engine(target, drafter, budget=20)
-                (sequence,) = engine.generate([prompt], sampling, limits)
-                assert sequence.emitted == expected.emitted
-                assert sequence.text == expected.text == whole[: whole.index(stop)]
-                assert sequence.finished == expected.finished == "stop"
-                assert engine.cache.bytes == 0 and drafter.cache.bytes == 0
-
-
-@pytest.mark.parametrize("grow", GROW)
-def test_joining_and_leaving(grow: str) -> None:
-    """Guards continuous batching (PedroDelano/jetspec: wrong answers with more than one sequence):
-    requests that join while others run, end at different times or are aborted leave everybody's text as if
-    alone."""
-    target = shared_target()
-    drafter = Decoy(target)
-    engine = Engine(target, drafter, budget=6, grow=grow, max_batch=4)
-    limits = Limits(max_tokens=LENGTH)
-    requests: list[tuple[Sequence, str, tuple[int, ...]]] = []
-
-    def join(turn: int) -> Sequence:
-        name, prompt = list(SAMPLINGS)[turn % len(SAMPLINGS)], PROMPTS[turn % len(PROMPTS)]
-        sequence = engine.add(prompt, SAMPLINGS[name], limits)
-        requests.append((sequence, name, tuple(prompt)))
-        return sequence
-
-    join(0), join(1)
-    for turn in range(2, 10):
-        engine.step()
-        newcomer = join(turn)
-        if turn in (3, 6):
-            engine.abort(newcomer)  # while it waits
-        if turn == 5:
-            running = next(s for s, _, _ in requests if s.emitted and s.finished is None)
-            engine.abort(running)
-            engine.abort(running)  # once more, which must not matter
-    for _ in steps(engine, [s for s, _, _ in requests]):
-        pass
-    aborted = [s for s, _, _ in requests if s.finished == "abort"]
-    assert sorted(bool(s.emitted) for s in aborted) == [False, False, True]
-    for sequence, name, prompt in requests:
-        expected = plain(prompt, name)
-        assert tuple(sequence.emitted) == expected[: len(sequence.emitted)]
-        assert sequence.finished == "abort" or len(sequence.emitted) == LENGTH
-    assert engine.cache.bytes == 0 and drafter.cache.bytes == 0
-
-
-def test_abort_gives_memory_back_at_every_moment() -> None:
-    """Guards leaks (sglang-jax #1147, llama.cpp PR27692): aborted while waiting, prefilling or decoding,
-    by hand or by leaving the loop early, nothing stays in the engine's cache or the drafter's."""
-    target = shared_target()
-    for rounds in range(4):
-        drafter = Echo(target)
-        engine = Engine(target, drafter, max_batch=2)
-        sequences = [engine.add(p, limits=Limits(max_tokens=40)) for p in PROMPTS]
-        for _ in range(rounds):
-            engine.step()
-        assert (engine.cache.bytes > 0) == (rounds > 0)
-        for sequence in sequences:
-            engine.abort(sequence)
-        assert not engine.busy
-        assert engine.cache.bytes == 0 and drafter.cache.bytes == 0
-        assert all(s.finished == "abort" for s in sequences)
-
-    drafter = Echo(target)
-    engine = Engine(target, drafter)
-    sequences = [engine.add(p, limits=Limits(max_tokens=40)) for p in PROMPTS]
-    running = engine.run(sequences)
-    next(running)
-    running.close()
-    assert engine.cache.bytes == 0 and drafter.cache.bytes == 0 and not engine.busy
-
-
-def test_abort_of_another_engines_sequence_does_nothing() -> None:
-    """Guards requests of engines that share a process: their numbers differ, and an abort acts on the
-    engine's own only.
-    """
-    target = shared_target()
-    engine, other = Engine(target, Echo(target)), Engine(target)
-    mine = engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH))
-    foreign = other.add(PROMPTS[1], limits=Limits(max_tokens=LENGTH))
-    engine.step()
-    assert mine.id != foreign.id
-    engine.abort(foreign)
-    assert foreign.finished is None
-    for _ in engine.run():
-        pass
-    assert tuple(mine.emitted) == plain(tuple(PROMPTS[0]), "greedy")
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_stats_of_a_perfect_drafter(depth: int) -> None:
-    """Guards the numbers that are published: full rounds of Echo give tau = depth + 1 exactly, all depths
-    accepted."""
-    target = shared_target()
-    rounds = 4
-    engine = Engine(target, Echo(target, depth=depth), budget=depth)
-    engine.generate(PROMPTS, SAMPLINGS["T0.7"], Limits(max_tokens=rounds * (depth + 1)))
-    stats = engine.stats
-    batch = len(PROMPTS)
-    assert stats.tau == depth + 1
-    assert stats.rounds == rounds * batch and stats.forwards == rounds
-    assert stats.tokens == rounds * (depth + 1) * batch
-    assert stats.nodes == stats.accepted == rounds * depth * batch
-    assert stats.by_depth == [[rounds * batch, rounds * batch]] * depth
-
-
-def test_stats_agree_with_what_happened() -> None:
-    """Guards by_depth and the counters against a count by hand from the outcomes of every round."""
-    target = shared_target()
-    engine = Engine(target, Random(seed=1, vocab=VOCAB, depth=4, width=30), budget=40)
-    sequences = [engine.add(p, SAMPLINGS["T1-filters"], Limits(max_tokens=40)) for p in PROMPTS]
-    outcomes = list(steps(engine, sequences))
-    stats = engine.stats
-    accepted = [len(o.path) - 1 for o in outcomes]
-    assert 0 < sum(accepted) < sum(o.tree.budget for o in outcomes)
-    assert stats.rounds == len(outcomes) and stats.accepted == sum(accepted)
-    assert stats.tokens == sum(len(s.emitted) for s in sequences) == sum(accepted) + len(outcomes)
-    assert stats.tau == pytest.approx(stats.tokens / stats.rounds)
-    for level, (drafted, kept) in enumerate(stats.by_depth):
-        assert drafted == sum(o.tree.depth > level for o in outcomes)
-        assert kept == sum(a > level for a in accepted)
-    assert all(seconds > 0 for seconds in stats.seconds.values())
-
-
-def test_emissions_join_to_the_text() -> None:
-    """Guards streaming through the engine: pieces in order give the text, kinds say where tokens came
-    from."""
-    target = shared_target()
-    for budget, kinds in ((0, {"plain"}), (9, {"accepted", "bonus", "plain"})):
-        engine = Engine(target, Decoy(target, width=2), budget=budget)
-        sequence = engine.add(PROMPTS[0], SAMPLINGS["T0.7"], Limits(max_tokens=LENGTH))
-        emissions = [e for o in steps(engine, [sequence]) for e in o.emissions]
-        assert [e.token for e in emissions] == sequence.emitted
-        assert "".join(e.text for e in emissions) == sequence.text
-        assert {e.kind for e in emissions} <= kinds and (
-            budget == 0 or "accepted" in {e.kind for e in emissions}
-        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from jetspec.decode.engine import Engine
+from jetspec.decode.round import Outcome
 from jetspec.draft.base import Drafter
-from jetspec.sequence import Sequence
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
 from jetspec.target.config import ModelConfig
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target
@@ -101,3 +106,40 @@ def teacher_forced(target: Target, ids: Many[int]) -> tuple[Tensor, Tensor, Tens
     output = target.forward(chunk([(0, list(ids))], cache, logits=True), cache, TAPS, hidden=True)
     assert output.logits is not None and output.taps is not None and output.hidden is not None
     return output.logits, output.taps, output.hidden
+
+
+PROMPTS = ([7, 3, 41, 20, 11], [50], [9, 9, 2, 33, 14, 58, 1, 0, 27, 27, 5])
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "greedy-penalties": Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    "T0.7": Sampling(temperature=0.7, seed=3),
+    "T1-filters": Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.02, seed=2**40 + 5),
+    "T1-penalties": Sampling(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, seed=8),
+    "T0.7-bias": Sampling(temperature=0.7, top_p=0.95, logit_bias={4: 2.0, 20: -1e9}, seed=1),
+}
+LENGTH = 14
+
+
+@cache
+def shared_target() -> Target:
+    """One float64 target for all tests; targets are frozen."""
+    return tiny_target()
+
+
+@cache
+def plain(prompt: tuple[int, ...], name: str, length: int = LENGTH) -> tuple[int, ...]:
+    """What budget 0 without a drafter emits, alone in its engine."""
+    engine = Engine(shared_target(), budget=0)
+    (sequence,) = engine.generate([prompt], SAMPLINGS[name], Limits(max_tokens=length))
+    return tuple(sequence.emitted)
+
+
+def steps(engine: Engine, sequences: list[Sequence]) -> Iterator[Outcome]:
+    """Run to the end and check after every round that exactly the committed tokens less the root are
+    cached."""
+    while engine.busy:
+        yield from engine.step()
+        for s in sequences:
+            if s.id in engine.cache.keys() and s.emitted:  # noqa: SIM118 (not a dict)
+                assert s.finished is None, "a finished sequence still holds memory"
+                assert engine.cache.length(s.id) == len(s.tokens) - 1

@@ -98,7 +98,7 @@ def test_conditional_table_equals_a_slow_reference(target: Target, kind: str, re
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated"])
 def test_children_depend_on_the_parent(target: Target, kind: str) -> None:
-    """Guards the claim that paths are scored (pitfall 22): log-probs change with the parent's token at every
+    """Guards the claim that paths are scored: log-probs change with the parent's token at every
     depth, are at most 0 and never add up to more than 1."""
     _, _, _, (proposal,) = scored(target, kind, torch.arange(VOCAB), [9])
     assert proposal.max_depth == DEPTH

@@ -73,12 +73,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-window", "qwen3_moe")  # where one variant each will do
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_same_start: None) -> None:
-    """Threads that wait for each other on a busy machine make such small products a hundred times slower."""
-    torch.set_num_threads(1)
-
-
 class Pair(NamedTuple):
     """The same weights in transformers and here."""
 

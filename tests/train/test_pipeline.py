@@ -21,11 +21,6 @@ from tests.draft.tiny import TAPS, tiny_answers, tiny_target
 from tests.target.tiny import save_tokenizer, tiny_model
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_same_start: None) -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama on disk, with a tokenizer and a chat template."""

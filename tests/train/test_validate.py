@@ -27,11 +27,6 @@ OPTIONS = LoopOptions(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_same_start: None) -> None:
-    torch.set_num_threads(1)
-
-
 class Rounded:
     """A drafter whose taps are rounded to float16 first, as they are in the shards that validation reads."""
 

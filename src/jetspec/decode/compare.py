@@ -6,6 +6,7 @@ same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
@@ -34,6 +35,7 @@ class Divergence(NamedTuple):
     plain: int | None  # plain decoding's token; None where its output has ended
     other: int | None
     gap: float  # top-two gap of plain decoding's scores there
+    lag: float  # how far the worse of the two tokens lies below the best score; infinite where one has ended
     tie: bool  # whether both tokens score so close to the best that rounding decides
 
 
@@ -88,21 +90,16 @@ def find_divergence(
     scores = plain_scores(target, [*prompt, *plain[:place]], len(prompt), sampling)
     first = plain[place] if place < len(plain) else None
     second = other[place] if place < len(other) else None
-    tie = False  # where one of them has ended, rounding is no reason
+    behind = math.inf  # where one of them has ended, rounding is no reason
     if first is not None and second is not None:
-        tie = lag(scores, (first, second)) < TIE_BELOW[target.dtype]
-    return Divergence(place, first, second, top_two_gap(scores), tie)
+        behind = float(scores.max() - scores[[first, second]].min())
+    return Divergence(place, first, second, top_two_gap(scores), behind, behind < TIE_BELOW[target.dtype])
 
 
 def top_two_gap(scores: Tensor) -> float:
     """By how much the best of `scores` [V] beats the second; infinite where one candidate is left."""
     best, second = scores.topk(2).values.tolist()
     return float(best - second)
-
-
-def lag(scores: Tensor, tokens: tuple[int, int]) -> float:
-    """How far the worse of two tokens lies below the best of `scores` [V]: small if both are near it."""
-    return float(scores.max() - scores[list(tokens)].min())
 
 
 def plain_scores(target: Target, tokens: Many[int], prompt_len: int, sampling: Sampling) -> Tensor:

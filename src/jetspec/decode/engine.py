@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import count
 
-from jetspec.budget.fixed import FixedBudget
+from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
 from jetspec.decode.round import Budget, Outcome, decode_round
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
@@ -25,9 +25,8 @@ from jetspec.target.target import Target
 from jetspec.tree import GROW
 
 PREFILL_ROWS = 256  # packed prompt tokens per prefill forward
-_ids = (
-    count()
-)  # unique in the process: a drafter may serve several engines and tells their sequences apart by id
+# Unique in the process: a drafter may serve several engines, and tells their sequences apart by id.
+_ids = count()
 
 
 class Engine:
@@ -47,7 +46,7 @@ class Engine:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        budget: int | Budget = 16,
+        budget: int | Budget = DEFAULT_BUDGET,
         grow: str = "best-first",
         max_batch: int = 64,
     ) -> None:

@@ -2,8 +2,8 @@
 out per depth.
 
 Context keys and values are projected once per committed token and kept in a cache of the head's own; a
-block's own rows never persist (methods.md sections 2.1 and 5.1). All sequences of a round go through one
-forward.
+block's own rows never persist (DFlash, arXiv 2602.06036; JetSpec, arXiv 2606.18394). All sequences of a
+round go through one forward.
 """
 
 from __future__ import annotations

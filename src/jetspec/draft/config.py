@@ -1,6 +1,6 @@
 """What a draft head is: the shape of its layers, its block, its taps, and which optional parts it has.
 
-Read from and written to the public DFlash/JetSpec `config.json` (formats.md section 2) plus one object
+Read from and written to the public DFlash/JetSpec `config.json` plus one object
 `jet` for what that format cannot say. Where two keys say the same thing they must agree: a silent
 disagreement shows only as low acceptance.
 """
@@ -19,7 +19,7 @@ SCORERS = ("none", "vanilla", "gated")
 
 
 def default_tap_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Layers to tap in a target of `num_layers`, by the rule of the DFlash code (methods.md section 2.1);
+    """Layers to tap in a target of `num_layers`, by the rule of the DFlash code (arXiv 2602.06036);
     fewer in tiny targets.
 
     The last layer is never among them: its output is normed in other implementations.

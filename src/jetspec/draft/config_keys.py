@@ -1,4 +1,4 @@
-"""Keys of a head's `config.json` that come in several places or spellings (formats.md section 2)."""
+"""Keys of a head's `config.json` that come in several places or spellings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def window_values(model: ModelConfig) -> dict[str, Any]:
 
 
 def causal(values: dict[str, Any], inner: dict[str, Any], jet: dict[str, Any]) -> bool:
-    """Causality from all the keys that writers use (formats.md section 2.1); without any, DFlash's
+    """Causality from all the keys that writers use; without any, DFlash's
     bidirectional mask.
     """
     mask = jet.get("mask")

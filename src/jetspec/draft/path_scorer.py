@@ -1,7 +1,7 @@
 """From one forward's logits to a proposal whose children know their parent's token.
 
 The backbone gives every depth one distribution, whatever the parent is. The scorer adds a low-rank term of
-the parent's token (DSpark's Markov head, arXiv 2607.05147; `methods.md` section 7.2), evaluated only
+the parent's token (DSpark's Markov head, arXiv 2607.05147), evaluated only
 between each depth's candidates, so a tree of any shape costs one small batched product.
 """
 

@@ -2,8 +2,8 @@
 
 A forward writes its rows behind the committed ones; `keep(path)` then moves the accepted rows to the end of
 the committed part and gives everything else back. Rotary embedding was applied at position = start + depth,
-and each accepted node's depth is its final offset, so a moved row needs no new rotation (methods.md section
-15).
+and each accepted node's depth is its final offset, so a moved row needs no new
+rotation.
 """
 
 from __future__ import annotations

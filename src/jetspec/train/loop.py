@@ -79,9 +79,8 @@ class Report:
     validation: Validation | None = None
 
 
-_PROBE_STEPS = (
-    12  # steps that measure the speed before a schedule in minutes is fixed; they count as training
-)
+# Steps that measure the speed before a schedule in minutes is fixed; they count as training.
+_PROBE_STEPS = 12
 
 
 def train(
@@ -198,9 +197,7 @@ class _Run:
         return options.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def _learn(self) -> tuple[float, list[float], list[float]]:
-        """One optimiser step. The batch is worked off in parts small enough for the processor's cache;
-        gradients add up.
-        """
+        """One optimiser step. The batch is worked off in parts, whose gradients add up."""
         options, module = self.options, self.module
         batches = list(
             batches_at(

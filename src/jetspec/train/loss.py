@@ -1,7 +1,8 @@
 """Forward KL from the target's law to the head's, over the draft vocabulary, without ever holding all logits.
 
 `reference_kl` says what is computed; `fused_kl` computes the same value and gradients chunk by chunk with
-the closed-form gradient q - p, so memory is chunk x Vd whatever the batch is (methods.md sections 5.2, 11).
+the closed-form gradient q - p, so memory is chunk x Vd whatever the batch is. The objective is JetSpec's
+(arXiv 2606.18394).
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class _FusedKL(torch.autograd.Function):
 
 
 def depth_weights(depth: int, decay: float) -> Tensor:
-    """Weights [D] of the slots: exp(-(k - 1) / decay), or uniform with decay 0 (methods.md sections 2.2 and
-    5.2).
+    """Weights [D] of the slots: exp(-(k - 1) / decay), or uniform with decay 0 (DFlash, arXiv 2602.06036,
+    appendix A; JetSpec, arXiv 2606.18394).
     """
     if decay == 0:
         return torch.ones(depth)

@@ -1,9 +1,9 @@
 """The head as a trainable module: the same network as `draft.backbone`, over many anchors of whole answers
 at once.
 
-All blocks of an answer share its context; a block sees only rows before its own anchor and itself
-(methods.md section 2.2). Context and block scores are computed apart and normalised together, so nothing of
-size anchors x anchors is ever built.
+All blocks of an answer share its context; a block sees only rows before its own anchor and itself (DFlash,
+arXiv 2602.06036, appendix A). Context and block scores are computed apart and normalised together, so nothing
+of size anchors x anchors is ever built.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from jetspec.draft.config import HeadConfig
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
-from jetspec.train.allocator import keep_freed_memory
 from jetspec.train.checkpoint import read_state
 from jetspec.train.data import Corpus
 from jetspec.train.loop import LoopOptions, Report, train
@@ -81,7 +80,6 @@ def train_head(
         folder.mkdir(parents=True, exist_ok=True)  # now, and not at the first checkpoint
     except OSError as error:
         raise StorageError(f"the run cannot be kept in {folder} ({error}); choose another folder") from None
-    keep_freed_memory()
     corpus = Corpus(answers, shards=(read_state(folder) or {}).get("shards"))
     config = HeadConfig.for_target(
         target.config,
