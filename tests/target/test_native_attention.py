@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from jetspec.target import native as build
-from jetspec.target import native_attention
+from jetspec.target import native_attention, packed
 from jetspec.target.attention import Visibility, attend
 from jetspec.target.cache import KVCache
 from jetspec.target.plan import Plan, Segment, chunk, pack
 from jetspec.tree import Tree
 
 pytestmark = pytest.mark.skipif(
-    not native_attention.native_attention_available(), reason="no C compiler, so there is no kernel to test"
+    not packed.native_available(), reason="no C compiler, so there is no kernel to test"
 )
 BUSHY = Tree.of([5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 1, 3])
 
@@ -127,7 +127,7 @@ def test_other_shapes_take_the_portable_path() -> None:
 def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a C compiler decodes through the portable path."""
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert build.load_library.__wrapped__("attention") is None
+    assert build.load_library.__wrapped__("native") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is built on Linux only")
@@ -141,10 +141,10 @@ def test_a_broken_compiler_is_no_error(script: str, tmp_path: Path, monkeypatch:
     compiler.chmod(0o755)
     monkeypatch.setenv("JETSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build.shutil, "which", lambda name: str(compiler))
-    assert build.load_library.__wrapped__("attention") is None
+    assert build.load_library.__wrapped__("native") is None
 
 
 def test_a_library_without_the_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an AttributeError for a library that holds something else."""
-    monkeypatch.setattr(native_attention, "load_library", lambda name: ctypes.CDLL(None))
-    assert native_attention._kernel.__wrapped__() is None
+    monkeypatch.setattr(packed, "load_library", lambda name: ctypes.CDLL(None))
+    assert packed.library.__wrapped__() is None

@@ -17,7 +17,7 @@ from jetspec.draft.base import Drafter
 from jetspec.errors import ModelError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
-from jetspec.target.linear import packing_available
+from jetspec.target.linear import Linear
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target
 from jetspec.tree import GROW
@@ -165,7 +165,6 @@ def head_facts(target: Target, drafter: Drafter, prompts: list[list[int]], limit
 def model_facts(target: Target) -> dict[str, Any]:
     """The target's shape and what decodes it."""
     config, tokenizer = target.config, target.tokenizer
-    packed = target.device.type == "cpu" and target.dtype == torch.float32 and packing_available()
     return {
         "family": config.family,
         "layers": config.num_layers,
@@ -180,8 +179,21 @@ def model_facts(target: Target) -> dict[str, Any]:
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
-        "kernel": "oneDNN packed weights" if packed else "torch linear",
+        "kernel": _kernel(target),
     }
+
+
+def _kernel(target: Target) -> str:
+    """Which path multiplies and attends, and whether speculation gives the same bits as plain decoding."""
+    product: Linear = target.transformer.output
+    if target.transformer.native is not None:
+        kept = str(product.native.data.dtype).removeprefix("torch.") if product.native is not None else ""
+        return f"compiled decoder, {kept} weights, row-invariant (a row's bits do not depend on its company)"
+    if product.native is not None:
+        return "compiled products and attention, row-invariant"
+    if product.packed:
+        return "oneDNN packed weights, not row-invariant (no C compiler was found)"
+    return "torch linear, not row-invariant"
 
 
 @contextmanager

@@ -24,11 +24,11 @@ class Visibility:
     def __init__(
         self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype
     ) -> None:
-        self._groups, self._window, self._dtype = groups, window, dtype
+        self.window = window
+        self._groups, self._dtype = groups, dtype
         self._plan, self._cache = plan, cache
         self._bias: list[Tensor | None] | None = None
-        limited = window is not None and any(cache.length(s.key) + s.count > window for s in plan.segments)
-        self.native = None if limited else native_segments(plan, cache)
+        self.native = native_segments(plan, cache)
 
     def prepare(self) -> None:
         """Build the masks; not needed where the native kernel runs."""
@@ -48,7 +48,7 @@ class Visibility:
     def _segment(self, segment: Segment, cache: KVCache, positions: Tensor) -> Tensor | None:
         count, device = segment.count, cache.device
         committed = cache.length(segment.key)
-        window = self._window
+        window = self.window
         if window is not None and committed + count <= window:
             window = None  # wide enough for every row
         if count == 1 and window is None:
@@ -78,7 +78,7 @@ def attend(
         [M, heads * head_dim].
     """
     if visibility.native is not None:
-        return visibility.native.attend(q, k, v, layer)
+        return visibility.native.attend(q, k, v, layer, visibility.window)
     visibility.prepare()
     total, heads, dim = q.shape
     kv_heads = k.shape[1]

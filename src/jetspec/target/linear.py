@@ -1,10 +1,14 @@
 """Matrix products with frozen weights.
 
-Verification multiplies 2 to 64 rows at a time, where the default kernel re-packs the weight on every call.
-Packing it once for oneDNN's inner product is measurably faster there (`benchmarks/forward.py` prints the
-curve) and stays so up to prefill sizes. One row is computed as two, one of them zero: the packed kernel has
-no fast path for a single row, and reading the weights costs the same. Other dtypes and devices use plain
-`F.linear`; both give the same product up to rounding.
+Verification multiplies 2 to 64 rows at a time, where the default kernel re-packs the weight on every call. So
+the weight is packed once, for the first of these that runs here:
+
+- the compiled kernel (`native_product.h`), which reads each weight once whatever the number of rows is, and
+  gives every row the same bits in any company;
+- oneDNN's packed product, where there is no compiler;
+- plain `F.linear` for other dtypes and devices.
+
+All give the same product up to rounding.
 """
 
 from __future__ import annotations
@@ -13,40 +17,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_PACK_FOR_ROWS = 16  # the M that the layout is chosen for; it serves every other M equally well
-_SMALLEST_PACKED = 1 << 14  # weights with fewer elements gain nothing
+from jetspec.target.packed import PackedMatrix, native_available
+
+_PACK_FOR_ROWS = 16  # the M that oneDNN's layout is chosen for; it serves every other M equally well
+_SMALLEST_PACKED = 1 << 14  # weights with fewer elements gain nothing from oneDNN
 
 
-def packing_available() -> bool:
+def onednn_available() -> bool:
     """Whether this build of torch has oneDNN's packed product."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class Linear:
-    """y = x W^T + b for a frozen weight [N, K]; x [M, K] -> y [M, N]."""
+    """y = x W^T + b for a frozen weight [N, K]; x [M, K] -> y [M, N].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
-        self.bias = bias
+    With `gated`, W is two matrices on top of each other and y = silu(x W_1^T + b_1) * (x W_2^T + b_2).
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, pack: bool = True
+    ) -> None:
+        self.bias, self.gated = bias, gated
         self.shape = (weight.shape[0], weight.shape[1])
+        self.native: PackedMatrix | None = None
         self._weight: Tensor | None = None
-        self._packed: Tensor | None = None
-        suitable = (
-            weight.device.type == "cpu"
-            and weight.dtype == torch.float32
-            and weight.numel() >= _SMALLEST_PACKED
-        )
-        if pack and suitable and packing_available():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
+        self._onednn: Tensor | None = None
+        packable = pack and weight.device.type == "cpu" and weight.dtype == torch.float32
+        if packable and native_available():
+            self.native = PackedMatrix(weight, bias, gated=gated)
+        elif packable and weight.numel() >= _SMALLEST_PACKED and onednn_available():
+            self._onednn = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
         else:
             self._weight = weight.contiguous()
 
+    @property
+    def packed(self) -> bool:
+        """Whether the weight lies packed, for either kernel."""
+        return self.native is not None or self._onednn is not None
+
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+        if self.native is not None:
+            return self.native.product(x)
+        y = self._product(x)
+        if not self.gated:
+            return y
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._onednn is None:
             assert self._weight is not None
             return F.linear(x, self._weight, self.bias)
         if x.shape[0] == 1:
-            return self._product(torch.cat([x, torch.zeros_like(x)]))[:1]
-        return self._product(x)
+            # The packed kernel has no fast path for one row; two cost the same: the weights are read once.
+            return self._packed(torch.cat([x, torch.zeros_like(x)]))[:1]
+        return self._packed(x)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+    def _packed(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._onednn, self.bias, "none", [], "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.target.config import MoeConfig
@@ -21,7 +20,7 @@ class Experts:
 
     def __init__(self, config: MoeConfig, prefix: str, weights: Mapping[str, Tensor]) -> None:
         self.config = config
-        self.router = weights[prefix + "gate.weight"]  # [E, H]
+        self.router = Linear(weights[prefix + "gate.weight"])  # [E, H]
         self.gate_up: list[Linear] = []
         self.down: list[Linear] = []
         fused = prefix + "experts.gate_up_proj" in weights
@@ -33,11 +32,11 @@ class Experts:
                 name = f"{prefix}experts.{expert}."
                 gate_up = torch.cat([weights[name + "gate_proj.weight"], weights[name + "up_proj.weight"]])
                 down = weights[name + "down_proj.weight"]
-            self.gate_up.append(Linear(gate_up))
+            self.gate_up.append(Linear(gate_up, gated=True))
             self.down.append(Linear(down))
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = F.linear(x, self.router).softmax(-1, dtype=torch.float32)  # [M, E]
+        scores = self.router(x).softmax(-1, dtype=torch.float32)  # [M, E]
         weights, chosen = scores.topk(self.config.experts_per_token, dim=-1)
         if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -45,7 +44,6 @@ class Experts:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self.gate_up[expert](x[rows]).chunk(2, dim=-1)
-            y = self.down[expert](F.silu(gate) * up)
+            y = self.down[expert](self.gate_up[expert](x[rows]))
             out.index_add_(0, rows, y * weights[rows, place, None])
         return out

@@ -19,7 +19,8 @@ from pathlib import Path
 from jetspec.errors import StorageError
 from jetspec.target.storage import cache_dir
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-std=c11")
+# No -ffast-math: it may reorder sums, and then a row's bits would depend on its company.
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-std=gnu11")
 _TIMEOUT = 120
 
 
@@ -62,7 +63,8 @@ def _fingerprint(source: Path) -> str:
         ),
         "",
     )
-    text = source.read_bytes() + repr(FLAGS).encode() + cpu.encode() + platform.machine().encode()
+    headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
+    text = source.read_bytes() + headers + repr(FLAGS).encode() + cpu.encode() + platform.machine().encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
 

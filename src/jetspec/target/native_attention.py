@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from jetspec.target.cache import KVCache
-from jetspec.target.native import load_library
+from jetspec.target.packed import library
 from jetspec.target.plan import Plan
 
 _LANES = 16
 
 
-@cache
-def _kernel():  # type: ignore[no-untyped-def]
-    """The compiled function, or None where it could not be built."""
-    library = load_library("attention")
-    if library is None or not hasattr(library, "jetspec_attend"):  # a compiler may write anything
-        return None
-    function = library.jetspec_attend
-    integer, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = (
-        [integer] + [pointer] * 6 + [integer] * 4 + [pointer, integer] * 3 + [pointer, integer]
+class SegmentsStruct(ctypes.Structure):
+    """`segments` of native_attention.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("committed", ctypes.c_void_p),
+        ("capacity", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("longest", ctypes.c_int64),
     )
-    function.restype = ctypes.c_int
-    return function
-
-
-def native_attention_available() -> bool:
-    """Whether the compiled kernel runs on this machine."""
-    return _kernel() is not None
 
 
 class NativeSegments:
@@ -43,10 +38,8 @@ class NativeSegments:
         self._kv_heads, self._dim = cache.kv_heads, cache.head_dim
         blocks = [cache.block(s.key) for s in segments]
         masks = [None if s.mask is None else s.mask.to(torch.uint8).contiguous() for s in segments]
-        self._alive = (blocks, masks)  # the table below holds their addresses
         committed = [cache.length(s.key) for s in segments]
-        self._longest = max(n + s.count for n, s in zip(committed, segments, strict=True))
-        self._table = torch.tensor(
+        table = torch.tensor(
             [
                 [s.start for s in segments],
                 [s.count for s in segments],
@@ -56,23 +49,27 @@ class NativeSegments:
                 [0 if mask is None else mask.data_ptr() for mask in masks],
             ]
         )
-        row = self._table.stride(0) * 8
-        first = self._table.data_ptr()
-        self._columns = [first + n * row for n in range(6)]
-        self._count = len(segments)
+        positions = plan.positions.contiguous()
+        self._alive = (blocks, masks, table, positions)  # the struct holds their addresses
+        row = table.stride(0) * 8
+        columns = [table.data_ptr() + n * row for n in range(6)]
+        longest = max(n + s.count for n, s in zip(committed, segments, strict=True))
+        self.struct = SegmentsStruct(len(segments), *columns, positions.data_ptr(), longest)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """As `attention.attend`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None) -> Tensor:
+        """As `attention.attend`; a row sees at most the `window` latest positions."""
         total, heads, dim = q.shape
         q, k, v = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (q, k, v))
         out = torch.empty(total, heads * dim)
-        failed = _kernel()(
-            self._count,
-            *self._columns,
+        lib = library()
+        assert lib is not None
+        failed = lib.jetspec_attend(
+            ctypes.byref(self.struct),
             layer,
             heads,
             self._kv_heads,
             dim,
+            window or 0,
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),
@@ -80,16 +77,21 @@ class NativeSegments:
             v.data_ptr(),
             v.stride(0),
             out.data_ptr(),
-            self._longest,
         )
         if failed:
             raise MemoryError("no memory for attention weights")
         return out
 
 
-def native_segments(plan: Plan, cache: KVCache) -> NativeSegments | None:
-    """The plan prepared for the kernel, or None where it cannot run: not on the CPU, not float32, or not
+def native_suits(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the compiled attention can run: on the CPU, in float32, with whole vectors per head, and
     built.
     """
-    suitable = cache.device.type == "cpu" and cache.dtype == torch.float32 and cache.head_dim % _LANES == 0
-    return NativeSegments(plan, cache) if suitable and _kernel() is not None else None
+    return (
+        device.type == "cpu" and dtype == torch.float32 and head_dim % _LANES == 0 and library() is not None
+    )
+
+
+def native_segments(plan: Plan, cache: KVCache) -> NativeSegments | None:
+    """The plan prepared for the kernel, or None where it cannot run."""
+    return NativeSegments(plan, cache) if native_suits(cache.device, cache.dtype, cache.head_dim) else None

@@ -19,6 +19,7 @@ from jetspec.target.cache import KVCache
 from jetspec.target.config import ModelConfig
 from jetspec.target.linear import Linear
 from jetspec.target.moe import Experts
+from jetspec.target.native_decoder import NativeStack, native_output
 from jetspec.target.plan import Plan
 from jetspec.target.rope import RotaryTable, rotate
 
@@ -45,8 +46,7 @@ class MLP:
         self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gate_up(x))
 
 
 class Layer:
@@ -65,11 +65,11 @@ class Layer:
         def weight(name: str) -> Tensor:
             return weights[prefix + name]
 
-        def fused(block: str, names: tuple[str, ...]) -> Linear:
+        def fused(block: str, names: tuple[str, ...], gated: bool = False) -> Linear:
             matrix = torch.cat([weight(f"{block}.{name}.weight") for name in names])
             biases = [weights.get(f"{prefix}{block}.{name}.bias") for name in names]
             present = [bias for bias in biases if bias is not None]
-            return Linear(matrix, torch.cat(present) if present else None)
+            return Linear(matrix, torch.cat(present) if present else None, gated=gated)
 
         self.input_norm = weight("input_layernorm.weight")
         self.post_norm = weight("post_attention_layernorm.weight")
@@ -81,7 +81,8 @@ class Layer:
         if config.moe is not None and config.moe.sparse_layers[index]:
             self.mlp = Experts(config.moe, prefix + "mlp.", weights)
         else:
-            self.mlp = MLP(fused("mlp", ("gate_proj", "up_proj")), fused("mlp", ("down_proj",)))
+            gate_up = fused("mlp", ("gate_proj", "up_proj"), gated=True)
+            self.mlp = MLP(gate_up, fused("mlp", ("down_proj",)))
 
     def __call__(
         self, x: Tensor, plan: Plan, cache: KVCache, rotary: tuple[Tensor, Tensor], visibility: Visibility
@@ -126,6 +127,7 @@ class Transformer:
         self.norm = moved["model.norm.weight"]
         self.output_matrix = self.embedding if config.tie_embeddings else moved["lm_head.weight"]  # [V, H]
         self.output = Linear(self.output_matrix)
+        self.native = NativeStack.build(config, self.layers, dtype, self.device)
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype, self.device)
 
     def new_cache(self) -> KVCache:
@@ -150,21 +152,36 @@ class Transformer:
         config = self.config
         x = self.embed(plan.ids)
         rotary = self._rotary.at(plan.positions, int(plan.positions.max()))
+        if self.native is not None:
+            tapped = self.native.run(x, plan, cache, rotary, taps)
+            return self._native_output(x, plan, tapped, hidden)
         groups = config.num_heads // config.num_kv_heads
         masks = {w: Visibility(plan, cache, groups, w, self.dtype) for w in set(config.windows)}
-        tapped: dict[int, Tensor] = {}
+        kept: dict[int, Tensor] = {}
         wanted = frozenset(taps)
         for layer in self.layers:
             x = layer(x, plan, cache, rotary, masks[config.windows[layer.index]])
             if layer.index in wanted:
-                tapped[layer.index] = x
+                kept[layer.index] = x
         rows = plan.logit_rows()
-        side_by_side = torch.cat([tapped[n] for n in taps], dim=-1) if taps else None
+        side_by_side = torch.cat([kept[n] for n in taps], dim=-1) if taps else None
         if rows is None and not hidden:
             return ForwardOutput(None, side_by_side, None)
         x = rms_norm(x, self.norm, config.rms_norm_eps)
         logits = None if rows is None else self.output(x[rows])
         return ForwardOutput(logits, side_by_side, x if hidden else None)
+
+    def _native_output(self, x: Tensor, plan: Plan, taps: Tensor | None, hidden: bool) -> ForwardOutput:
+        """Final norm and logits of the compiled path."""
+        rows, eps = plan.logit_rows(), self.config.rms_norm_eps
+        if rows is None and not hidden:
+            return ForwardOutput(None, taps, None)
+        chosen = None if hidden or not isinstance(rows, Tensor) else rows
+        whole = rows is not None and (chosen is not None or not isinstance(rows, Tensor))
+        normed, logits = native_output(x, self.norm, eps, self.output, chosen, logits=whole)
+        if rows is not None and not whole:  # all rows are wanted normed, but only some of them as logits
+            logits = self.output(normed[rows])
+        return ForwardOutput(logits, taps, normed if hidden else None)
 
 
 class _Moved(Mapping[str, Tensor]):

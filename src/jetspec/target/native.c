@@ -1,0 +1,270 @@
+/* The decoder's layers on the CPU in one call: norm, QKV, rotation, cache, attention, output, norm, gate/up, down.
+ *
+ * One parallel region covers all layers; its threads meet at barriers between the stages, and each stage is divided so that no result
+ * depends on the division. Activations are float32 [M][width], the residual stream `x` is updated in place.
+ */
+#include <stdlib.h>
+
+#include "native_attention.h"
+#include "native_math.h"
+#include "native_product.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+typedef struct {
+    const float *input_norm, *post_norm, *q_norm, *k_norm; /* q_norm, k_norm may be null */
+    matrix qkv, out, gate_up, down;
+    int64_t window; /* 0 = unlimited */
+} layer;
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, dim, rotary, inner;
+    double eps;
+    const layer *table;
+    int64_t rows;               /* M */
+    const float *cosine, *sine; /* [M][rotary] */
+    segments plan;
+    float *x;            /* [M][hidden] */
+    const int64_t *taps; /* per layer: address where its output goes, or 0 */
+    int64_t tap_row;     /* floats per row there */
+} job;
+
+typedef struct {
+    float *normed, *qkv, *mixed, *gated;
+    attention_task *tasks;
+    int32_t *row_segment;
+    int64_t task_count, qkv_row;
+} workspace;
+
+/* Which weight kinds a product can read here: bit 0 float32, bit 1 bfloat16, bit 2 float16. */
+int jetspec_kinds(void)
+{
+#ifdef __FLT16_MANT_DIG__
+    return 7;
+#else
+    return 3;
+#endif
+}
+
+int64_t jetspec_packed_elements(const matrix *m) { return panels_of(m) * m->k * PANEL; }
+
+/* w [N][K] -> panels; elements of `bytes` bytes are moved as they are, padding is zero. */
+void jetspec_pack(const matrix *m, const void *w, void *packed)
+{
+    int64_t k_count = m->k, panels = panels_of(m);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t c = 0; c < PANEL; c++) {
+            int64_t n = packed_output(m->n, m->gated, panel, c);
+            if (m->kind == FLOAT32) {
+                float *to = (float *)packed + panel * k_count * PANEL + c;
+                for (int64_t k = 0; k < k_count; k++) to[k * PANEL] = n < 0 ? 0.0f : ((const float *)w)[n * k_count + k];
+            } else {
+                uint16_t *to = (uint16_t *)packed + panel * k_count * PANEL + c;
+                for (int64_t k = 0; k < k_count; k++) to[k * PANEL] = n < 0 ? 0 : ((const uint16_t *)w)[n * k_count + k];
+            }
+        }
+}
+
+/* The reverse, row by row: w [N][K]. */
+void jetspec_unpack(const matrix *m, const void *packed, void *w)
+{
+    int64_t k_count = m->k, panels = panels_of(m);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t c = 0; c < PANEL; c++) {
+            int64_t n = packed_output(m->n, m->gated, panel, c);
+            if (n < 0) continue;
+            for (int64_t k = 0; k < k_count; k++) {
+                int64_t from = (panel * k_count + k) * PANEL + c;
+                if (m->kind == FLOAT32) ((float *)w)[n * k_count + k] = ((const float *)packed)[from];
+                else ((uint16_t *)w)[n * k_count + k] = ((const uint16_t *)packed)[from];
+            }
+        }
+}
+
+static int64_t thread_id(void)
+{
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+static int64_t thread_count(void)
+{
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+/* One product for all threads. Rows of x and y are apart by x_row and y_row floats. */
+void jetspec_product(const matrix *m, const float *x, int64_t x_row, int64_t rows, int64_t mode, float *y, int64_t y_row)
+{
+#pragma omp parallel
+    product(m, x, x_row, rows, (int)mode, y, y_row, thread_id(), thread_count(), 0);
+}
+
+/* Rows `index` of x, normed, times the output matrix: hidden [n][H] keeps the normed rows, logits [n][V],
+ * or null. */
+void jetspec_output(const float *weight, double eps, const matrix *m, const float *x, const int64_t *index, int64_t rows, float *hidden,
+                    float *logits)
+{
+    int64_t width = m->k;
+#pragma omp parallel
+    {
+        int64_t id = thread_id(), threads = thread_count();
+        for (int64_t r = id; r < rows; r += threads)
+            rms_norm(x + (index ? index[r] : r) * width, weight, width, (float)eps, hidden + r * width);
+#pragma omp barrier
+        if (logits) product(m, hidden, width, rows, STORE, logits, m->n, id, threads, 0);
+    }
+}
+
+/* Norm and turn the heads of one row, and write its key and value behind the committed rows. */
+static void place_row(const job *j, const layer *l, int64_t index, workspace *w, int64_t row, float *spare)
+{
+    int64_t dim = j->dim, kv = j->kv_heads, n = w->row_segment[row];
+    float *own = w->qkv + row * w->qkv_row;
+    const float *cosine = j->cosine + row * j->rotary, *sine = j->sine + row * j->rotary;
+    for (int64_t h = 0; h < j->heads + kv; h++) {
+        const float *norm = h < j->heads ? l->q_norm : l->k_norm;
+        float *head = own + h * dim;
+        if (norm) {
+            rms_norm(head, norm, dim, (float)j->eps, spare);
+            memcpy(head, spare, sizeof(float) * (size_t)dim);
+        }
+        rotate(head, cosine, sine, j->rotary);
+    }
+    head_shape shape = {j->heads, kv, dim, 0};
+    int64_t at = (j->plan.committed[n] + row - j->plan.starts[n]) * dim;
+    for (int64_t h = 0; h < kv; h++) {
+        float *keys = keys_of(&j->plan, &shape, index, n, h);
+        float *values = keys + kv * j->plan.capacity[n] * dim;
+        memcpy(keys + at, own + (j->heads + h) * dim, sizeof(float) * (size_t)dim);
+        memcpy(values + at, own + (j->heads + kv + h) * dim, sizeof(float) * (size_t)dim);
+    }
+}
+
+static void run_layer(const job *j, int64_t index, workspace *w, float *scratch, int64_t id, int64_t threads)
+{
+    const layer *l = j->table + index, *next = index + 1 < j->layers ? l + 1 : 0;
+    int64_t hidden = j->hidden, rows = j->rows, wide = j->heads * j->dim;
+    head_shape shape = {j->heads, j->kv_heads, j->dim, l->window};
+    for (int64_t r = id; r < rows; r += threads)
+        rms_norm(j->x + r * hidden, l->input_norm, hidden, (float)j->eps, w->normed + r * hidden);
+#pragma omp barrier
+    product(&l->qkv, w->normed, hidden, rows, STORE, w->qkv, w->qkv_row, id, threads, first_panel(&l->out, id, threads));
+#pragma omp barrier
+    for (int64_t r = id; r < rows; r += threads) place_row(j, l, index, w, r, scratch);
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t t = 0; t < w->task_count; t++)
+        attend_task(&j->plan, &shape, index, w->tasks[t], w->qkv, w->qkv_row, w->mixed, scratch);
+    product(&l->out, w->mixed, wide, rows, ADD, j->x, hidden, id, threads, first_panel(&l->gate_up, id, threads));
+#pragma omp barrier
+    for (int64_t r = id; r < rows; r += threads)
+        rms_norm(j->x + r * hidden, l->post_norm, hidden, (float)j->eps, w->normed + r * hidden);
+#pragma omp barrier
+    product(&l->gate_up, w->normed, hidden, rows, GATE, w->gated, j->inner, id, threads, first_panel(&l->down, id, threads));
+#pragma omp barrier
+    product(&l->down, w->gated, j->inner, rows, ADD, j->x, hidden, id, threads, next ? first_panel(&next->qkv, id, threads) : 0);
+#pragma omp barrier
+    float *tap = (float *)(intptr_t)j->taps[index];
+    if (tap)
+        for (int64_t r = id; r < rows; r += threads) memcpy(tap + r * j->tap_row, j->x + r * hidden, sizeof(float) * (size_t)hidden);
+}
+
+static int prepare(const job *j, workspace *w)
+{
+    head_shape shape = {j->heads, j->kv_heads, j->dim, 0};
+    int64_t m = j->rows;
+    w->qkv_row = (j->heads + 2 * j->kv_heads) * j->dim;
+    w->task_count = 0;
+    for (int64_t s = 0; s < j->plan.count; s++) w->task_count += attention_blocks(j->plan.counts[s], &shape) * j->kv_heads;
+    size_t floats = (size_t)(m * (j->hidden + w->qkv_row + j->heads * j->dim + j->inner)) + 64;
+    w->normed = malloc(sizeof(float) * floats);
+    w->tasks = malloc(sizeof(attention_task) * (size_t)(w->task_count + 1));
+    w->row_segment = malloc(sizeof(int32_t) * (size_t)(m + 1));
+    if (!w->normed || !w->tasks || !w->row_segment) return 1;
+    w->qkv = w->normed + m * j->hidden;
+    w->mixed = w->qkv + m * w->qkv_row;
+    w->gated = w->mixed + m * j->heads * j->dim;
+    int64_t n = 0;
+    for (int64_t s = 0; s < j->plan.count; s++) {
+        for (int64_t i = 0; i < j->plan.counts[s]; i++) w->row_segment[j->plan.starts[s] + i] = (int32_t)s;
+        for (int64_t b = 0; b < attention_blocks(j->plan.counts[s], &shape); b++)
+            for (int64_t h = 0; h < j->kv_heads; h++) w->tasks[n++] = (attention_task){(int32_t)s, (int32_t)h, (int32_t)b};
+    }
+    return 0;
+}
+
+/* All layers of a plan. Returns 0, or 1 without memory. */
+int jetspec_layers(const job *j)
+{
+    workspace w = {0};
+    head_shape shape = {j->heads, j->kv_heads, j->dim, 0};
+    size_t scratch_bytes = sizeof(float) * (size_t)attention_scratch(&j->plan, &shape) + 64;
+    int failed = prepare(j, &w);
+    if (!failed) {
+#pragma omp parallel
+        {
+            float *scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
+            if (!scratch) {
+#pragma omp atomic write
+                failed = 1;
+            }
+#pragma omp barrier
+            if (!failed)
+                for (int64_t index = 0; index < j->layers; index++)
+                    run_layer(j, index, &w, scratch, thread_id(), thread_count());
+            free(scratch);
+        }
+    }
+    free(w.normed);
+    free(w.tasks);
+    free(w.row_segment);
+    return failed;
+}
+
+/* Attention alone, of one layer, for decoders whose other parts run elsewhere. q, k, v: first element and floats per row. */
+int jetspec_attend(const segments *plan, int64_t layer_index, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, const float *q,
+                   int64_t q_row, const float *k, int64_t k_row, const float *v, int64_t v_row, float *out)
+{
+    head_shape shape = {heads, kv_heads, dim, window};
+    size_t scratch_bytes = sizeof(float) * (size_t)attention_scratch(plan, &shape) + 64;
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < plan->count; n++)
+            for (int64_t h = 0; h < kv_heads; h++) {
+                float *keys = keys_of(plan, &shape, layer_index, n, h) + plan->committed[n] * dim;
+                float *values = keys + kv_heads * plan->capacity[n] * dim;
+                for (int64_t i = 0; i < plan->counts[n]; i++) {
+                    memcpy(keys + i * dim, k + (plan->starts[n] + i) * k_row + h * dim, sizeof(float) * (size_t)dim);
+                    memcpy(values + i * dim, v + (plan->starts[n] + i) * v_row + h * dim, sizeof(float) * (size_t)dim);
+                }
+            }
+        if (!failed)
+            for (int64_t n = 0; n < plan->count; n++) {
+                int64_t blocks = attention_blocks(plan->counts[n], &shape);
+#pragma omp for schedule(dynamic, 1) nowait
+                for (int64_t t = 0; t < blocks * kv_heads; t++)
+                    attend_task(plan, &shape, layer_index, (attention_task){(int32_t)n, (int32_t)(t % kv_heads), (int32_t)(t / kv_heads)},
+                                q, q_row, out, scratch);
+            }
+        free(scratch);
+    }
+    return failed;
+}

@@ -1,0 +1,96 @@
+/* Vectors of 16 floats, and the elementwise functions of a decoder layer.
+ *
+ * Everything here works element by element or row by row in one fixed order, so a row's result never depends on how many rows there
+ * are or where it stands. The compiler may fuse a multiplication with the addition that follows it, but must not reorder sums: the
+ * flags leave -ffast-math out.
+ */
+#ifndef JETSPEC_NATIVE_MATH_H
+#define JETSPEC_NATIVE_MATH_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef float lanes __attribute__((vector_size(64), aligned(4)));
+typedef float aligned_lanes __attribute__((vector_size(64), aligned(64)));
+typedef int32_t integers __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t shorts __attribute__((vector_size(32), aligned(2)));
+
+static inline lanes all(float x) { return x - (lanes){0}; }
+
+static inline lanes larger(lanes a, lanes b)
+{
+    integers take = a > b;
+    return (lanes)(((integers)a & take) | ((integers)b & ~take));
+}
+
+/* 2^n times a polynomial on [-ln2/2, ln2/2], for |x| < 88; relative error below 3e-7. */
+static inline lanes exp_in_range(lanes x)
+{
+    const float rounder = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    lanes n = (x * 1.44269504f + rounder) - rounder;
+    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    lanes p = all(1.9875691e-4f);
+    p = p * r + 1.3981999e-3f;
+    p = p * r + 8.3334519e-3f;
+    p = p * r + 4.1665795e-2f;
+    p = p * r + 1.6666665e-1f;
+    p = p * r + 5.0000001e-1f;
+    p = p * r * r + r + 1.0f;
+    integers bits = (__builtin_convertvector(n, integers) + 127) << 23;
+    return p * (lanes)bits;
+}
+
+/* exp for x <= 0; 0 below -87, and for minus infinity. */
+static inline lanes exp_negative(lanes x)
+{
+    integers tiny = x < -87.0f;
+    lanes safe = (lanes)((integers)x & ~tiny);
+    return (lanes)((integers)exp_in_range(safe) & ~tiny);
+}
+
+/* x / (1 + exp(-x)) */
+static inline lanes silu(lanes x)
+{
+    lanes z = -x;
+    integers high = z > 87.0f, low = z < -87.0f;
+    z = (lanes)(((integers)z & ~high & ~low) | ((integers)all(87.0f) & high) | ((integers)all(-87.0f) & low));
+    return x / (1.0f + exp_in_range(z));
+}
+
+static inline float sum_lanes(lanes a)
+{
+    float s[LANES];
+    memcpy(s, &a, sizeof s);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) s[i] += s[i + step];
+    return s[0];
+}
+
+/* out = x / sqrt(mean(x^2) + eps) * weight, one row */
+static inline void rms_norm(const float *restrict x, const float *restrict weight, int64_t width, float eps, float *restrict out)
+{
+    lanes acc = {0};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) acc += *(const lanes *)(x + i) * *(const lanes *)(x + i);
+    float sum = sum_lanes(acc);
+    for (; i < width; i++) sum = fmaf(x[i], x[i], sum);
+    float inverse = 1.0f / sqrtf(sum / (float)width + eps);
+    for (i = 0; i + LANES <= width; i += LANES)
+        *(lanes *)(out + i) = *(const lanes *)(x + i) * inverse * *(const lanes *)(weight + i);
+    for (; i < width; i++) out[i] = x[i] * inverse * weight[i];
+}
+
+/* Turn one head by its position's angles (half-split layout): the first half of `sine` carries the minus sign. */
+static inline void rotate(float *restrict x, const float *restrict cosine, const float *restrict sine, int64_t rotary)
+{
+    int64_t half = rotary / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = fmaf(b, sine[i], a * cosine[i]);
+        x[i + half] = fmaf(a, sine[i + half], b * cosine[i + half]);
+    }
+}
+
+#endif

@@ -1,0 +1,163 @@
+"""A frozen matrix packed for the compiled product (`native_product.h`).
+
+Weights that are exact in 16 bits are kept in 16 bits: they widen to the same float32 values while they are
+read, so results do not change and a product moves half the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from jetspec.target.native import load_library
+
+_PANEL = 32
+_ALIGNMENT = 64  # bytes
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STORE, ADD, GATE = 0, 1, 2
+
+
+class MatrixStruct(ctypes.Structure):
+    """`matrix` of native_product.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("gated", ctypes.c_int64),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library with its functions declared, or None where it could not be built."""
+    found = load_library("native")
+    if found is None or not hasattr(found, "jetspec_layers"):  # a compiler may write anything
+        return None
+    integer, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    found.jetspec_kinds.restype = ctypes.c_int
+    found.jetspec_packed_elements.argtypes = [pointer]
+    found.jetspec_packed_elements.restype = integer
+    found.jetspec_pack.argtypes = found.jetspec_unpack.argtypes = [pointer] * 3
+    found.jetspec_product.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
+    found.jetspec_output.argtypes = [pointer, real, pointer, pointer, pointer, integer, pointer, pointer]
+    found.jetspec_layers.argtypes = [pointer]
+    found.jetspec_layers.restype = ctypes.c_int
+    found.jetspec_attend.argtypes = [pointer] + [integer] * 5 + [pointer, integer] * 3 + [pointer]
+    found.jetspec_attend.restype = ctypes.c_int
+    for name in ("jetspec_pack", "jetspec_unpack", "jetspec_product", "jetspec_output"):
+        getattr(found, name).restype = None
+    return found
+
+
+def native_available() -> bool:
+    """Whether the compiled kernels run on this machine."""
+    return library() is not None
+
+
+class PackedMatrix:
+    """y = x W^T + b for W [N, K], bias [N]; with `gated`, y = silu(x W_1^T) * (x W_2^T) for the halves of W.
+
+    Requires `native_available()`; W on the CPU, float32 or a 16-bit type that the machine can read.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
+        lib = _library()
+        self.n, self.k, self.gated = weight.shape[0], weight.shape[1], gated
+        weight = narrowest(weight).contiguous()
+        self.struct = MatrixStruct(None, None, self.n, self.k, _KINDS[weight.dtype], int(gated))
+        count = int(lib.jetspec_packed_elements(ctypes.byref(self.struct)))
+        self.data = _arena.take(count, weight.dtype)
+        lib.jetspec_pack(ctypes.byref(self.struct), weight.data_ptr(), self.data.data_ptr())
+        self.struct.data = self.data.data_ptr()
+        self.bias = None if bias is None else self._packed_bias(bias)
+        if self.bias is not None:
+            self.struct.bias = self.bias.data_ptr()
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.n // 2 if self.gated else self.n
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [M, K] float32 -> [M, N], or [M, N / 2] if gated."""
+        assert x.dtype == torch.float32 and x.ndim == 2 and x.shape[1] == self.k, (x.dtype, x.shape, self.k)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], self.width)
+        mode = GATE if self.gated else STORE
+        _library().jetspec_product(
+            ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0], mode, out.data_ptr(), self.width
+        )
+        return out
+
+    def unpacked(self) -> Tensor:
+        """W [N, K] again, in the kept type."""
+        weight = torch.empty(self.n, self.k, dtype=self.data.dtype)
+        _library().jetspec_unpack(ctypes.byref(self.struct), self.data.data_ptr(), weight.data_ptr())
+        return weight
+
+    def _packed_bias(self, bias: Tensor) -> Tensor:
+        """[panels * 32], in the order of the packed outputs."""
+        bias = bias.float()
+        if self.gated:
+            half = self.n // 2
+            padding = -half % (_PANEL // 2)
+            halves = torch.nn.functional.pad(bias.view(2, half), (0, padding))
+            return halves.view(2, -1, _PANEL // 2).transpose(0, 1).reshape(-1).contiguous()
+        return torch.nn.functional.pad(bias, (0, -self.n % _PANEL)).contiguous()
+
+
+def narrowest(weight: Tensor) -> Tensor:
+    """The weight in 16 bits where that changes no value and the machine can read it; else as it is."""
+    if weight.dtype != torch.float32:
+        return weight
+    readable = _library().jetspec_kinds()
+    for bit, dtype in ((2, torch.bfloat16), (4, torch.float16)):
+        if readable & bit and _exact_in(weight.flatten()[:4096], dtype) and _exact_in(weight, dtype):
+            return weight.to(dtype)
+    return weight
+
+
+def _exact_in(weight: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(weight.to(dtype).float(), weight)
+
+
+class _Arena:
+    """Memory for packed weights in large pieces, on huge pages where the system has them: a product then
+    spends no time on address translation. A piece is given back when the last tensor in it is gone.
+    """
+
+    PIECE = 1 << 26
+
+    def __init__(self) -> None:
+        self._piece: mmap.mmap | None = None
+        self._used = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor [count] that begins at a multiple of 64 bytes."""
+        size = max(1, count) * torch.empty(0, dtype=dtype).element_size()
+        if self._piece is None or self._used + size > len(self._piece):
+            self._piece = mmap.mmap(-1, max(size, self.PIECE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._used = 0
+            with contextlib.suppress(OSError, AttributeError):
+                self._piece.madvise(mmap.MADV_HUGEPAGE)
+        start = self._used
+        self._used += size + -size % _ALIGNMENT
+        return torch.frombuffer(self._piece, dtype=dtype, count=count, offset=start)
+
+
+_arena = _Arena()
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "ask native_available() first"
+    return found
