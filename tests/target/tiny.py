@@ -23,7 +23,7 @@ _SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,  # the compiled decoder takes multiples of 16
     "intermediate_size": 24,
     "vocab_size": 96,
     "max_position_embeddings": 128,

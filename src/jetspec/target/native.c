@@ -4,6 +4,7 @@
  * depends on the division. Activations are float32 [M][width], the residual stream `x` is updated in place.
  */
 #include <stdlib.h>
+#include <time.h>
 
 #include "native_attention.h"
 #include "native_math.h"
@@ -29,7 +30,10 @@ typedef struct {
     float *x;            /* [M][hidden] */
     const int64_t *taps; /* per layer: address where its output goes, or 0 */
     int64_t tap_row;     /* floats per row there */
+    int64_t *stages;     /* nanoseconds per stage are added here, waiting included; or null */
 } job;
+
+enum { NORM, QKV, PLACE, ATTENTION, OUT, GATE_UP, DOWN, TAP, STAGES };
 
 typedef struct {
     float *normed, *qkv, *mixed, *gated;
@@ -151,33 +155,59 @@ static void place_row(const job *j, const layer *l, int64_t index, workspace *w,
     }
 }
 
+static int64_t nanoseconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* The first thread's time since the last call goes to `stage`. */
+static inline void count_time(const job *j, int64_t id, int stage, int64_t *since)
+{
+    if (!j->stages || id) return;
+    int64_t now = nanoseconds();
+    j->stages[stage] += now - *since;
+    *since = now;
+}
+
 static void run_layer(const job *j, int64_t index, workspace *w, float *scratch, int64_t id, int64_t threads)
 {
+    int64_t since = j->stages ? nanoseconds() : 0;
     const layer *l = j->table + index, *next = index + 1 < j->layers ? l + 1 : 0;
     int64_t hidden = j->hidden, rows = j->rows, wide = j->heads * j->dim;
     head_shape shape = {j->heads, j->kv_heads, j->dim, l->window};
     for (int64_t r = id; r < rows; r += threads)
         rms_norm(j->x + r * hidden, l->input_norm, hidden, (float)j->eps, w->normed + r * hidden);
 #pragma omp barrier
+    count_time(j, id, NORM, &since);
     product(&l->qkv, w->normed, hidden, rows, STORE, w->qkv, w->qkv_row, id, threads, first_panel(&l->out, id, threads));
 #pragma omp barrier
+    count_time(j, id, QKV, &since);
     for (int64_t r = id; r < rows; r += threads) place_row(j, l, index, w, r, scratch);
 #pragma omp barrier
+    count_time(j, id, PLACE, &since);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < w->task_count; t++)
         attend_task(&j->plan, &shape, index, w->tasks[t], w->qkv, w->qkv_row, w->mixed, scratch);
+    count_time(j, id, ATTENTION, &since);
     product(&l->out, w->mixed, wide, rows, ADD, j->x, hidden, id, threads, first_panel(&l->gate_up, id, threads));
 #pragma omp barrier
+    count_time(j, id, OUT, &since);
     for (int64_t r = id; r < rows; r += threads)
         rms_norm(j->x + r * hidden, l->post_norm, hidden, (float)j->eps, w->normed + r * hidden);
 #pragma omp barrier
+    count_time(j, id, NORM, &since);
     product(&l->gate_up, w->normed, hidden, rows, GATE, w->gated, j->inner, id, threads, first_panel(&l->down, id, threads));
 #pragma omp barrier
+    count_time(j, id, GATE_UP, &since);
     product(&l->down, w->gated, j->inner, rows, ADD, j->x, hidden, id, threads, next ? first_panel(&next->qkv, id, threads) : 0);
 #pragma omp barrier
+    count_time(j, id, DOWN, &since);
     float *tap = (float *)(intptr_t)j->taps[index];
-    if (tap)
-        for (int64_t r = id; r < rows; r += threads) memcpy(tap + r * j->tap_row, j->x + r * hidden, sizeof(float) * (size_t)hidden);
+    if (!tap) return;
+    for (int64_t r = id; r < rows; r += threads) memcpy(tap + r * j->tap_row, j->x + r * hidden, sizeof(float) * (size_t)hidden);
+    count_time(j, id, TAP, &since);
 }
 
 static int prepare(const job *j, workspace *w)

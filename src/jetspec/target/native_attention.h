@@ -12,6 +12,8 @@
 
 #include "native_math.h"
 
+#define KEYS 8 /* scored at once: enough independent sums to hide the latency of each */
+
 typedef struct {
     int64_t count;                                        /* segments */
     const int64_t *starts, *counts, *committed, *capacity; /* per segment */
@@ -47,7 +49,7 @@ static inline float *keys_of(const segments *s, const head_shape *h, int64_t lay
 __attribute__((always_inline)) static inline void scores(const int count, const float *restrict q, const float *const *keys, int64_t dim,
                                                          lanes *restrict out)
 {
-    lanes acc[4];
+    lanes acc[KEYS];
     for (int c = 0; c < count; c++) acc[c] = (lanes){0};
     for (int64_t d = 0; d < dim; d++) {
         lanes own = *(const aligned_lanes *)(q + d * LANES);
@@ -114,15 +116,15 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
     const float *near_keys = keys + begin * dim, *near_values = values + begin * dim;
     int64_t before = committed - begin, total = before + seen;
     lanes best = all(-INFINITY);
-    for (int64_t j = 0; j < total; j += 4) {
-        const float *four[4];
-        lanes got[4];
-        int64_t left = total - j < 4 ? total - j : 4;
+    for (int64_t j = 0; j < total; j += KEYS) {
+        const float *some[KEYS];
+        lanes got[KEYS];
+        int64_t left = total - j < KEYS ? total - j : KEYS;
         for (int64_t c = 0; c < left; c++)
-            four[c] = near_keys + (j + c < before ? j + c : before + own[j + c - before]) * dim;
-        if (left == 4) scores(4, qt, four, dim, got);
+            some[c] = near_keys + (j + c < before ? j + c : before + own[j + c - before]) * dim;
+        if (left == KEYS) scores(KEYS, qt, some, dim, got);
         else
-            for (int64_t c = 0; c < left; c++) scores(1, qt, four + c, dim, got + c);
+            for (int64_t c = 0; c < left; c++) scores(1, qt, some + c, dim, got + c);
         for (int64_t c = 0; c < left; c++) {
             int64_t at = j + c;
             lanes score = got[c];

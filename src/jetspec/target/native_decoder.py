@@ -7,7 +7,9 @@ same bits for a row whatever the number of rows, the batch and the tree around i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +58,12 @@ class _Job(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("taps", ctypes.c_void_p),
         ("tap_row", ctypes.c_int64),
+        ("stages", ctypes.c_void_p),
     )
+
+
+# The stages of a layer in the order of native.c's enum.
+STAGES = ("norm", "qkv", "rotate and cache", "attention", "attention output", "gate and up", "down", "taps")
 
 
 class NativeStack:
@@ -81,6 +88,20 @@ class NativeStack:
                 )
             )
         self._table = (_LayerStruct * len(entries))(*entries)
+        self.stages: ctypes.Array[ctypes.c_int64] | None = None
+
+    @contextmanager
+    def profiled(self) -> Iterator[dict[str, float]]:
+        """Within the block, forwards are timed by stage: seconds under the names of `STAGES`, filled in at
+        its end.
+        """
+        self.stages = (ctypes.c_int64 * len(STAGES))()
+        seconds: dict[str, float] = {}
+        try:
+            yield seconds
+        finally:
+            seconds.update(zip(STAGES, (1e-9 * n for n in self.stages), strict=True))
+            self.stages = None
 
     @staticmethod
     def build(
@@ -129,6 +150,7 @@ class NativeStack:
             x.data_ptr(),
             ctypes.addressof(addresses),
             len(taps) * hidden,
+            None if self.stages is None else ctypes.addressof(self.stages),
         )
         lib = library()
         assert lib is not None

@@ -54,9 +54,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens (such as a start token) that the tokenizer adds."""
-        return self._encode(text, special=True)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens (such as a start token) that the tokenizer adds;
+        without them if `special` is off, as for a text in the middle of a conversation.
+        """
+        return self._encode(text, special=special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token (padding rows of the vocabulary) give nothing.
