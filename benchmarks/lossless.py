@@ -11,6 +11,10 @@ rounding decides between the two, and the difference is counted as a tie and exc
 is then compared with plain decoding resumed behind the other token, so a tie hides nothing that comes after
 it. Any other difference makes the exit code 1.
 
+With --bits the logits of every accepted path are compared too, with those of plain decoding at the same
+place and bit for bit. Where the compiled decoder runs they have to be equal, and a row that differs makes the
+exit code 1.
+
 Records go to lossless.jsonl; a case that is there already, with the same arguments, code, versions and
 machine, is not run again.
 """
@@ -25,16 +29,20 @@ from pathlib import Path
 from typing import Any
 
 import common
+import torch
 from common import SETS, Journal
 from rich.table import Table
 
 from jetspec.decode.compare import TIE_BELOW, find_divergence
 from jetspec.decode.engine import Engine
+from jetspec.decode.round import Outcome
 from jetspec.draft.base import Drafter
 from jetspec.errors import OptionError
 from jetspec.sampling import Sampling
-from jetspec.sequence import Limits
+from jetspec.sequence import Limits, Sequence
+from jetspec.target.plan import Plan
 from jetspec.target.target import Target
+from jetspec.target.transformer import ForwardOutput
 from jetspec.tree import GROW
 
 
@@ -53,6 +61,7 @@ def main() -> int:
         "plain_batch": args.plain_batch,
         "ignore_eos": args.ignore_eos,
         "tie_below": TIE_BELOW[target.dtype],
+        **({"bits": True} if args.bits else {}),
     })  # fmt: skip
     key = common.run_key(facts)
     journal = Journal(args.results / "lossless.jsonl")
@@ -73,7 +82,7 @@ def main() -> int:
         )
     recorded = _recorded(journal, key)
     records = [recorded[case] for case in wanted]
-    broken = sum(record["unexcused"] for record in records)
+    broken = sum(record["unexcused"] + record.get("rows_that_differ", 0) for record in records)
     if args.json:
         print(
             json.dumps({"run": facts, "cases": records, "lossless": not broken}, ensure_ascii=False, indent=2)
@@ -103,6 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end of the text, to --tokens always"
     )
+    parser.add_argument("--bits", action="store_true", help="compare the logits of accepted paths as well")
     args = parser.parse_args()
     if min(*args.batch, args.plain_batch) < 1:
         raise OptionError("--batch and --plain-batch must be at least 1")
@@ -137,12 +147,20 @@ def _check(
             questions = common.read_set(args.data, name, args.prompts)
             prompts = [common.encode(target, q.text) for q in questions]
             sampling = Sampling(temperature=temperature, seed=args.seed)
-            plain = _plain(target, prompts, sampling, limits, args.plain_batch)
+            watch = _Watch(target) if args.bits else None
+            plain = _plain(watch or target, prompts, sampling, limits, args.plain_batch)
+            kept = watch.kept if watch is not None else []
             bar.advance(task)
             for batch, budget in [(b, n) for s, t, b, n in cases if (s, t) == (name, temperature)]:
-                engine = Engine(target, drafter, budget=budget, grow=args.grow, max_batch=batch)
+                watch = _Watch(target, kept) if args.bits else None
+                engine = Engine(watch or target, drafter, budget=budget, grow=args.grow, max_batch=batch)
                 sequences = [engine.add(ids, sampling, limits) for ids in prompts]
-                gaps = sum(outcome.path[-1] != len(outcome.path) - 1 for outcome in engine.run(sequences))
+                if watch is not None:
+                    watch.begin(sequences)
+                gaps = 0
+                while engine.busy:
+                    for outcome in _step(engine, watch):
+                        gaps += outcome.path[-1] != len(outcome.path) - 1
                 outputs = [sequence.emitted for sequence in sequences]
                 differences = [
                     {"id": question.id, **difference}
@@ -161,6 +179,7 @@ def _check(
                     "differences": differences,
                     "ties": sum(d["tie"] for d in differences),
                     "unexcused": sum(not d["tie"] for d in differences),
+                    **(watch.counts() if watch is not None else {}),
                 })  # fmt: skip
                 bar.advance(task)
 
@@ -169,7 +188,71 @@ def _plain(
     target: Target, prompts: list[list[int]], sampling: Sampling, limits: Limits, batch: int = 1
 ) -> list[list[int]]:
     engine = Engine(target, None, budget=0, max_batch=batch)
-    return [sequence.emitted for sequence in engine.generate(prompts, sampling, limits)]
+    sequences = [engine.add(ids, sampling, limits) for ids in prompts]
+    watch = target if isinstance(target, _Watch) else None
+    if watch is not None:
+        watch.begin(sequences)
+    while engine.busy:
+        _step(engine, watch)
+    return [sequence.emitted for sequence in sequences]
+
+
+class _Watch(Target):
+    """A target that keeps the logits of every committed row of plain decoding, or compares those of accepted
+    paths with them.
+
+    kept: per prompt, the logits [V] behind each number of emitted tokens.
+    """
+
+    def __init__(self, target: Target, kept: list[dict[int, torch.Tensor]] | None = None) -> None:
+        self.__dict__.update(target.__dict__)
+        self.kept: list[dict[int, torch.Tensor]] = [] if kept is None else kept
+        self.rows = self.different = 0
+        self._comparing = kept is not None
+        self._numbers: dict[int, int] = {}
+        self._last: tuple[Plan, torch.Tensor] | None = None
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """The sequences to come, one per prompt and in the prompts' order."""
+        self._numbers = {sequence.id: number for number, sequence in enumerate(sequences)}
+        if not self._comparing:
+            self.kept = [{} for _ in sequences]
+
+    def forward(self, plan: Plan, *args: Any, **kwargs: Any) -> ForwardOutput:
+        """As the target's; remembers what came out."""
+        output = super().forward(plan, *args, **kwargs)
+        if output.logits is not None:
+            self._last = plan, output.logits
+        return output
+
+    def see(self, outcomes: list[Outcome]) -> None:
+        """Keep or compare the rows that a round accepted."""
+        if not outcomes:
+            return
+        assert self._last is not None
+        plan, logits = self._last
+        starts = {segment.key: segment.start for segment in plan.segments}
+        for outcome in outcomes:
+            number = self._numbers[outcome.sequence.id]
+            before = len(outcome.sequence.emitted) - len(outcome.emissions)
+            for place, node in enumerate(outcome.path, start=before):
+                row = logits[starts[outcome.sequence.id] + node]
+                if not self._comparing:
+                    self.kept[number][place] = row.clone()
+                elif place in self.kept[number]:
+                    self.rows += 1
+                    self.different += not torch.equal(row, self.kept[number][place])
+
+    def counts(self) -> dict[str, int]:
+        """For the record."""
+        return {"rows_compared": self.rows, "rows_that_differ": self.different}
+
+
+def _step(engine: Engine, watch: _Watch | None) -> list[Outcome]:
+    outcomes = engine.step()
+    if watch is not None:
+        watch.see(outcomes)
+    return outcomes
 
 
 def _differences(
@@ -224,6 +307,10 @@ def _print(records: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     tokens, ties, broken = (sum(r[name] for r in records) for name in ("tokens", "ties", "unexcused"))
     bound = f"{settings['tie_below']:g}"
     counts = f"{tokens} tokens compared, {ties} ties below {bound}, {broken} unexcused differences"
+    if any("rows_compared" in r for r in records):
+        rows, different = (sum(r[name] for r in records) for name in ("rows_compared", "rows_that_differ"))
+        counts += f"; logits of {rows} accepted rows compared bit for bit, {different} differ"
+        broken += different
     console.print(f"{counts}: {'NOT lossless' if broken else 'lossless'}")
     console.print(common.footer(facts))
     if not any(r["gaps"] for r in records):

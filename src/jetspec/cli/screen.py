@@ -12,6 +12,8 @@ import os
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 STYLES = {"accepted": "green", "bonus": "yellow", "plain": ""}
 _SYMBOLS = {
@@ -24,6 +26,11 @@ _SYMBOLS = {
 def printable(text: str) -> str:
     """The text with its control characters, except tab and line feed, replaced by symbols."""
     return text.translate(_SYMBOLS)
+
+
+def _as_it_is(text: str, style: str) -> Segments:
+    """The text unchanged but for control characters: rich would turn tabs into spaces, which breaks code."""
+    return Segments([Segment(printable(text), Style.parse(style) if style else None)])
 
 
 class _Console(Console):
@@ -55,7 +62,7 @@ class Screen:
         """A piece of the model's text, at once and without a line break of ours."""
         self._catch_up()
         if text:
-            self.out.out(printable(text), style=style or None, end="", highlight=False)
+            self.out.print(_as_it_is(text, style), end="", crop=False)
             self._mid_line = not text.endswith("\n")
 
     def end_text(self) -> None:
@@ -66,7 +73,7 @@ class Screen:
     def line(self, text: str, style: str = "") -> None:
         """A line of a result."""
         self._catch_up()
-        self.out.out(printable(text), style=style or None, highlight=False)
+        self.out.print(_as_it_is(text + "\n", style), crop=False)
         self._mid_line = False
 
     def show(self, what: RenderableType) -> None:
@@ -76,7 +83,7 @@ class Screen:
     def note(self, text: str, style: str = "dim") -> None:
         """A line beside the result, on standard error; not with --quiet."""
         if not self.quiet:
-            self.err.out(printable(text), style=style, highlight=False)
+            self.err.print(_as_it_is(text + "\n", style), crop=False)
 
     def note_later(self, text: str) -> None:
         """A note that comes with the first output, and not at all if there is an error before it."""

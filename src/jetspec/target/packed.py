@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
+import time
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +55,8 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_layers.restype = ctypes.c_int
     found.jetspec_attend.argtypes = [pointer] + [integer] * 5 + [pointer, integer] * 3 + [pointer]
     found.jetspec_attend.restype = ctypes.c_int
+    found.jetspec_read.argtypes = [pointer, integer]
+    found.jetspec_read.restype = ctypes.c_float
     for name in ("jetspec_pack", "jetspec_unpack", "jetspec_product", "jetspec_output"):
         getattr(found, name).restype = None
     return found
@@ -68,9 +73,13 @@ class PackedMatrix:
     Requires `native_available()`; W on the CPU, float32 or a 16-bit type that the machine can read.
     """
 
+    # While a profile runs: seconds by name of the matrix, for those that are called one by one.
+    clock: ClassVar[dict[str, float] | None] = None
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
         lib = _library()
         self.n, self.k, self.gated = weight.shape[0], weight.shape[1], gated
+        self.name = f"{self.n} x {self.k}"
         weight = narrowest(weight).contiguous()
         self.struct = MatrixStruct(None, None, self.n, self.k, _KINDS[weight.dtype], int(gated))
         count = int(lib.jetspec_packed_elements(ctypes.byref(self.struct)))
@@ -80,6 +89,11 @@ class PackedMatrix:
         self.bias = None if bias is None else self._packed_bias(bias)
         if self.bias is not None:
             self.struct.bias = self.bias.data_ptr()
+
+    @property
+    def bytes(self) -> int:
+        """What one product reads of the weight."""
+        return self.data.numel() * self.data.element_size()
 
     @property
     def width(self) -> int:
@@ -93,9 +107,13 @@ class PackedMatrix:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.width)
         mode = GATE if self.gated else STORE
+        start = time.perf_counter() if PackedMatrix.clock is not None else 0.0
         _library().jetspec_product(
             ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0], mode, out.data_ptr(), self.width
         )
+        if PackedMatrix.clock is not None:
+            spent = PackedMatrix.clock
+            spent[self.name] = spent.get(self.name, 0.0) + time.perf_counter() - start
         return out
 
     def unpacked(self) -> Tensor:
@@ -155,6 +173,31 @@ class _Arena:
 
 
 _arena = _Arena()
+
+
+def read_speed(megabytes: int = 512, repeats: int = 7) -> float:
+    """Bytes per second that all threads read from memory together: the best of some runs over a block that
+    no cache holds.
+    """
+    block = _arena.take(megabytes << 18, torch.float32)
+    block.fill_(1.0)
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        _library().jetspec_read(block.data_ptr(), block.numel())
+        best = min(best, time.perf_counter() - start)
+    return block.numel() * 4 / best
+
+
+def product_speed(rows: int = 252, repeats: int = 7) -> float:
+    """Floating-point operations per second of a large product: the best of some runs."""
+    matrix, x = PackedMatrix(torch.rand(3072, 576) + 0.1), torch.rand(rows, 576)
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        matrix.product(x)
+        best = min(best, time.perf_counter() - start)
+    return 2 * rows * 3072 * 576 / best
 
 
 def _library() -> ctypes.CDLL:

@@ -7,6 +7,7 @@ QK-norm, sliding windows, experts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -128,6 +129,7 @@ class Transformer:
         self.output_matrix = self.embedding if config.tie_embeddings else moved["lm_head.weight"]  # [V, H]
         self.output = Linear(self.output_matrix)
         self.native = NativeStack.build(config, self.layers, dtype, self.device)
+        self.output_seconds = 0.0  # of the compiled final norm and output matrix, for profiles
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype, self.device)
 
     def new_cache(self) -> KVCache:
@@ -178,7 +180,9 @@ class Transformer:
             return ForwardOutput(None, taps, None)
         chosen = None if hidden or not isinstance(rows, Tensor) else rows
         whole = rows is not None and (chosen is not None or not isinstance(rows, Tensor))
+        start = time.perf_counter()
         normed, logits = native_output(x, self.norm, eps, self.output, chosen, logits=whole)
+        self.output_seconds += time.perf_counter() - start
         if rows is not None and not whole:  # all rows are wanted normed, but only some of them as logits
             logits = self.output(normed[rows])
         return ForwardOutput(logits, taps, normed if hidden else None)
