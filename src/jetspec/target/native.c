@@ -45,7 +45,7 @@ typedef struct {
 /* Which weight kinds a product can read here: bit 0 float32, bit 1 bfloat16, bit 2 float16. */
 int jetspec_kinds(void)
 {
-#ifdef __FLT16_MANT_DIG__
+#if defined(__AVX512F__) || defined(__F16C__)
     return 7;
 #else
     return 3;

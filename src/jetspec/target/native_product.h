@@ -11,6 +11,10 @@
 
 #include "native_math.h"
 
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #define PANEL 32
 #ifdef __AVX512F__
 #define TILE_ROWS 12 /* 24 accumulators, two weights and a broadcast fit 32 registers */
@@ -42,11 +46,17 @@ static inline int64_t packed_output(int64_t n, int64_t gated, int64_t panel, int
 __attribute__((always_inline)) static inline lanes widen(const void *w, int64_t at, const int kind)
 {
     if (kind == FLOAT32) return *(const aligned_lanes *)((const float *)w + at);
-    shorts raw = *(const shorts *)((const uint16_t *)w + at);
-    if (kind == BFLOAT16) return (lanes)(__builtin_convertvector(raw, integers) << 16);
-#ifdef __FLT16_MANT_DIG__
-    typedef _Float16 halves __attribute__((vector_size(32), aligned(2)));
-    return __builtin_convertvector((halves)raw, lanes);
+    const uint16_t *from = (const uint16_t *)w + at;
+    if (kind == BFLOAT16) return (lanes)(__builtin_convertvector(*(const shorts *)from, integers) << 16);
+#if defined(__AVX512F__) /* compilers convert vectors of halves one by one, so ask for the instruction */
+    return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    lanes wide;
+    for (int half = 0; half < 2; half++) {
+        __m256 part = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8 * half)));
+        memcpy((float *)&wide + 8 * half, &part, sizeof part);
+    }
+    return wide;
 #else
     return (lanes){0}; /* never packed so: see jetspec_kinds */
 #endif
