@@ -24,9 +24,9 @@ lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure the forward's cost and the speedup here; results go to the README
+bench: $(STAMP) ## measure the forward's cost and all methods here; results go to the README
 	$(BIN)/python benchmarks/forward.py
-	$(BIN)/python benchmarks/speedup.py
+	$(BIN)/jetspec bench --out benchmarks/results/bench.jsonl
 	$(BIN)/python benchmarks/table.py
 
 clean: ## remove caches and build outputs; .venv, data and runs stay

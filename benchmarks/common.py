@@ -1,17 +1,10 @@
-"""What the measurement scripts share: prompts, the model, provenance and records."""
+"""What the measurement scripts share; records, provenance and prompts are those of `jetspec.bench`."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
-import platform
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +19,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jetspec.bench import prompts, record
+from jetspec.bench.prompts import SETS, WARM_UP
+from jetspec.bench.record import cpu_name, footer, run_key
 from jetspec.decode.engine import Engine
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.loading import load_drafter, packaged_head
-from jetspec.errors import DataError, OptionError, UserError
+from jetspec.errors import OptionError, UserError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.default_model import DEFAULT_MODEL
@@ -40,9 +36,11 @@ from jetspec.target.target import Target
 PROJECT = Path(__file__).resolve().parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"
 DATA = PROJECT.parent / "shared" / "data" / "eval"
-SETS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt_bench")
-# Not in any set, so no measured prompt has been seen before.
-WARM_UP = "Describe in a few sentences how a bicycle stays upright while it is moving."
+__all__ = [
+    "DATA", "PROJECT", "RESULTS", "SETS", "WARM_UP", "Journal", "Question", "console", "cpu_name", "encode",
+    "footer", "head_identity", "load", "note", "parser", "progress", "provenance", "read_set", "run",
+    "run_key", "warm_up",
+]  # fmt: skip
 
 
 # --- prompts
@@ -57,45 +55,14 @@ class Question(NamedTuple):
 
 
 def read_set(folder: Path, name: str, count: int) -> list[Question]:
-    """`count` questions, evenly spaced over the file: number i of n is line floor(i * lines / n), from 0 on.
-
-    All of them, if there are fewer. The file `name`.jsonl holds one object a line with `turns` (a list of
-    user turns) and perhaps `id`.
-
-    Raises DataError if it is missing or a line cannot be read.
-    """
-    path = folder / f"{name}.jsonl"
-    if count < 1:
-        raise OptionError(f"--prompts must be at least 1, got {count}")
-    try:
-        # Not splitlines: JSON may hold U+2028.
-        lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path} ({error.strerror}); give the folder of the evaluation sets with --data"
-        ) from None
-    count = min(count, len(lines))
-    chosen = [index * len(lines) // count for index in range(count)]
-    questions = []
-    for index in chosen:
-        try:
-            record = json.loads(lines[index])
-            questions.append(
-                Question(name, str(record.get("id", f"{name}-{index}")), str(record["turns"][0]))
-            )
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise DataError(f"{path} line {index + 1} is no object with `turns` ({error!r})") from None
-    return questions
+    """`count` questions of a set; see `jetspec.bench.prompts.read_file`."""
+    found = prompts.read_file(folder / f"{name}.jsonl", count)
+    return [Question(q.set, q.id, q.messages[-1]["content"]) for q in found]
 
 
 def encode(target: Target, text: str) -> list[int]:
     """A question in the chat template, thinking mode left at its default; as it is without a template."""
-    tokenizer = target.tokenizer
-    return (
-        tokenizer.chat([{"role": "user", "content": text}])
-        if tokenizer.has_template
-        else tokenizer.encode(text)
-    )
+    return prompts.encode(target, prompts.Question("", "", ({"role": "user", "content": text},)))
 
 
 # --- the model
@@ -135,33 +102,9 @@ def warm_up(engine: Engine, tokens: int = 16) -> None:
 
 
 def provenance(script: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Where numbers come from.
-
-    dirty    src/ or benchmarks/ differ from the commit, records aside
-    source   a hash of the code that ran
-    load     of the machine, before the script adds to it
-    """
-    return {
-        "script": script.name,
-        "arguments": arguments,
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
-        "source": _source_hash(script),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "cpu": cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-    }
-
-
-def run_key(facts: dict[str, Any]) -> str:
-    """Equal for runs whose records may be put together: same arguments, code, versions and machine."""
-    same = {name: value for name, value in facts.items() if name not in ("date", "load")}
-    return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Where numbers come from; see `jetspec.bench.record.provenance`."""
+    source = record.source_hash(Path(__file__), script)
+    return {"script": script.name, **record.provenance(arguments), "source": source}
 
 
 def head_identity(head: str, target: Target) -> dict[str, str | None]:
@@ -171,68 +114,12 @@ def head_identity(head: str, target: Target) -> dict[str, str | None]:
     if weights is None or not weights.is_file():
         return {"name": "off" if head == "auto" else head, "sha256": None}
     name = "auto" if head == "auto" else Path(head).name
-    return {"name": name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()[:16]}
+    return {"name": name, "sha256": record.file_hash(weights)}
 
 
-class Journal:
-    """A file of records, one JSON object a line. One that a killed process left half-written is skipped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> list[dict[str, Any]]:
-        """All complete records, oldest first; none if the file does not exist."""
-        records = []
-        for line in self.path.read_text("utf-8").split("\n") if self.path.exists() else ():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                if line.strip():
-                    note(f"{self.path.name}: skipped an unreadable line")
-        return records
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one record at once, after the end of a half-written one if there is one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        with self.path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    line = "\n" + line
-            file.write(line.encode())
-
-
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _source_hash(script: Path) -> str:
-    digest = hashlib.sha256()
-    for path in [*sorted((PROJECT / "src").rglob("*.py")), PROJECT / "benchmarks" / "common.py", script]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+def Journal(path: Path) -> record.Journal:
+    """A file of records whose unreadable lines are told of."""
+    return record.Journal(path, note)
 
 
 # --- the terminal
@@ -242,13 +129,6 @@ def console() -> Console:
     """Standard output; wide enough for every table where it is redirected."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=160)
-
-
-def footer(facts: dict[str, Any]) -> str:
-    """Machine, versions and commit in one line."""
-    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-    commit = f"commit {facts['commit']}{' with changes' if facts['dirty'] else ''}"
-    return f"{facts['cpu']}, {facts['threads']} threads, {versions}, {commit}"
 
 
 def note(text: str) -> None:

@@ -7,7 +7,11 @@ sampling. Nodes count the root.
 Second part: this engine with budget 0 and `generate` (greedy, float32, not compiled, its default attention)
 decode the same prompts one after the other, the first of the two changing from prompt to prompt, the same
 number of new tokens, end-of-text ignored. The decode clock runs from the first new token to the last on both
-sides, so prefill is left out of it; the whole call is recorded too. Records go to forward.jsonl.
+sides, so prefill is left out of it; the whole call is recorded too.
+
+The floor of one token is what it has to read (weights once, and the context's rows) at the speed at which all
+threads read a block of memory, timed between the forwards and between the prompts. Records go to
+forward.jsonl.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from jetspec.errors import OptionError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.loading import read_model
+from jetspec.target.packed import ReadProbe, native_available
 from jetspec.target.plan import chunk, pack
 from jetspec.target.target import Target
 from jetspec.tree import Tree
@@ -107,8 +112,12 @@ def _cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     target.forward(plan, cache)
     cache.keep(0, range(plan.size))
     seconds: dict[int, list[float]] = {nodes: [] for nodes in args.nodes}
+    probe = ReadProbe() if native_available() else None
+    reads: list[float] = []
     with common.progress() as bar:
         for repeat in bar.track(range(-2, args.repeats), description="forwards"):
+            if probe is not None:
+                reads.append(probe.read())
             for nodes in dice.sample(args.nodes, len(args.nodes)):
                 packed = pack([(0, _random_tree(nodes, vocab, dice.randrange(2**32)))], cache)
                 start = time.perf_counter()
@@ -132,7 +141,16 @@ def _cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
         ],
         "bytes_per_token": read,
         "bandwidth": read / medians[1],
+        **_of_floor(read, reads, medians[1]),
     }
+
+
+def _of_floor(read: int, reads: list[float], seconds: float) -> dict[str, float]:
+    """The median speed of reading, the floor that follows from it, and the share of `seconds` that it is."""
+    if not reads:
+        return {}
+    speed = statistics.median(reads)
+    return {"read_speed": speed, "floor_ms": 1e3 * read / speed, "of_floor": read / speed / seconds}
 
 
 def _random_tree(nodes: int, vocab: int, seed: int) -> Tree:
@@ -170,6 +188,8 @@ def _plain(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     common.warm_up(engine)
     _generate(model, common.encode(target, common.WARM_UP), 16)
     prompts = []
+    probe = ReadProbe() if native_available() else None
+    reads: list[float] = []
     questions = common.read_set(args.data, args.set, args.prompts)
     with common.progress() as bar:
         for number, question in enumerate(bar.track(questions, description="plain decoding")):
@@ -177,6 +197,8 @@ def _plain(target: Target, args: argparse.Namespace) -> dict[str, Any]:
             results: dict[str, dict[str, float]] = {}
             for side in ("jetspec", "transformers") if number % 2 else ("transformers", "jetspec"):
                 gc.collect()
+                if probe is not None:
+                    reads.extend(probe.read() for _ in range(5))
                 results[side] = (
                     _generate(model, ids, args.tokens)
                     if side == "transformers"
@@ -198,6 +220,7 @@ def _plain(target: Target, args: argparse.Namespace) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
         "whole_ratio": statistics.median(whole),
+        **_of_floor(_bytes_read(target, args), reads, 1 / speeds["jetspec"]),
     }
 
 
@@ -273,6 +296,7 @@ def _print(record: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"one token reads {cost['bytes_per_token'] / 1e6:.0f} MB: {cost['bandwidth'] / 1e9:.1f} GB/s"
+        + _floor_text(cost)
     )
     if plain is not None:
         ours, theirs = plain["tokens_per_second"]["jetspec"], plain["tokens_per_second"]["transformers"]
@@ -281,10 +305,18 @@ def _print(record: dict[str, Any]) -> None:
             f"plain decoding: {ours:.1f} tok/s here, {theirs:.1f} tok/s with transformers generate"
             f" (medians of {len(plain['prompts'])} prompts): {plain['ratio']:.2f}× (median of the prompts'"
             f" ratios, {low:.2f} to {high:.2f}); whole calls with prefill {plain['whole_ratio']:.2f}×"
+            + _floor_text(plain)
         )
         if plain["ratio"] < 1.0:
             console.print("miss: plain decoding is slower here than with transformers")
     console.print(common.footer(facts))
+
+
+def _floor_text(part: dict[str, Any]) -> str:
+    if "of_floor" not in part:
+        return ""
+    floor, speed = part["floor_ms"], part["read_speed"] / 1e9
+    return f"; the floor is {floor:.1f} ms at {speed:.1f} GB/s, {100 * part['of_floor']:.0f} % of the time"
 
 
 if __name__ == "__main__":

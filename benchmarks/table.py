@@ -1,8 +1,8 @@
-"""The README's measured table, made from the records in benchmarks/results.
+"""The README's measured tables, made from the records in benchmarks/results.
 
 Writes what stands between `<!-- results:begin -->` and `<!-- results:end -->`; with --check it writes nothing
-and fails if the README says something else than the records. For each set and temperature the newest run with
-a trained head and enough prompts counts; the whole sweep of that run is shown, whatever came out of it.
+and fails if the README says something else than the records. The newest run with trained heads and enough
+prompts counts; all of its methods and budgets are shown, whatever came out.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import PROJECT, RESULTS, SETS, Journal
-from summary import Row, prompt_records, run_facts, summarise
+from common import PROJECT, RESULTS, Journal
 
+from jetspec.bench.runs import Run, runs_of
+from jetspec.bench.summary import POOLED, Row, summarise
+from jetspec.bench.table import LEGEND, findings, main_grid
 from jetspec.errors import DataError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-FEWEST = 10  # prompts; a run with fewer was a trial
+FEWEST = 10  # prompts of a set; a run with fewer was a trial
 STUBS = ("off", "random", "echo", "decoy")
 NOTHING = "Nothing is recorded yet: `make bench` measures this machine and writes the table."
 
@@ -54,73 +56,67 @@ def put(text: str, body: str, name: str) -> str:
 
 def table(results: Path) -> str:
     """The markdown between the markers."""
-    runs = _chosen(Journal(results / "speedup.jsonl").read())
+    run = _chosen([
+        record for name in ("speedup", "bench") for record in Journal(results / f"{name}.jsonl").read()
+    ])  # fmt: skip
     forwards = [r for r in Journal(results / "forward.jsonl").read() if r["kind"] == "forward"]
     checks = _checks(Journal(results / "lossless.jsonl").read())
     parts = [
-        *([_speedups(runs)] if runs else []),
+        *([_speedups(run)] if run is not None else []),
         *([_forward(forwards[-1])] if forwards else []),
         *([_lossless(*checks)] if checks else []),
-        *_sources([*(facts for facts, _ in runs), *(r["run"] for r in forwards[-1:]), *(checks or ())[:1]]),
+        *_sources([*([run.facts] if run else []), *(r["run"] for r in forwards[-1:]), *(checks or ())[:1]]),
     ]
     return "\n\n".join(parts) or NOTHING
 
 
-Run = tuple[dict[str, Any], list[Row]]  # provenance, rows of one set
-
-
-def _chosen(records: list[dict[str, Any]]) -> list[Run]:
-    """The run that counts for each set and temperature, sets in their usual order."""
-    found: dict[tuple[float, int], Run] = {}
-    for key, facts in sorted(run_facts(records).items(), key=lambda item: item[1]["date"]):  # the newest wins
-        if facts["arguments"]["head"]["name"] in STUBS:
+def _chosen(records: list[dict[str, Any]]) -> Run | None:
+    """The newest run of trained heads, with those of its sets that have enough prompts; None if there is
+    none."""
+    for run in reversed(runs_of(records)):
+        arguments = run.facts["arguments"]
+        heads = [*arguments.get("heads", {}).values(), *filter(None, [arguments.get("head")])]
+        if not heads or any(head["name"] in STUBS for head in heads):
             continue
-        prompts = prompt_records(records, key)
-        for number, name in enumerate(SETS):
-            own = [record for record in prompts if record["set"] == name]
-            if len(own) >= FEWEST:
-                found[facts["arguments"]["temperature"], number] = (facts, summarise(own))
-    return [found[place] for place in sorted(found)]
+        counts: dict[str, set[str]] = {}
+        for item in run.items:
+            counts.setdefault(item["set"], set()).update(item["ids"])
+        items = [item for item in run.items if len(counts[item["set"]]) >= FEWEST]
+        if items:
+            return run._replace(items=items)
+    return None
 
 
-def _speedups(runs: list[Run]) -> str:
-    methods: dict[tuple[str, int], str] = {}
-    for _, rows in runs:
-        for row in rows[1:]:
-            methods.setdefault((row.grow, row.budget), row.name)
-    methods = dict(sorted(methods.items()))  # best-first before chain, small budgets first
-    lines = [
-        "| prompts | " + " | ".join(methods.values()) + " | plain tok/s |",
-        "|---|" + "---:|" * (len(methods) + 1),
-    ]
-    for facts, rows in runs:
-        temperature = facts["arguments"]["temperature"]
-        by_method = {(row.grow, row.budget): row for row in rows}
-        name = rows[0].set + (f", T = {temperature:g}" if temperature else "")
-        cells = [_cell(by_method.get(method)) for method in methods]
-        lines.append(f"| {name} ({rows[0].prompts}) | {' | '.join(cells)} | {rows[0].per_second:.1f} |")
-    measured = [row for _, rows in runs for row in rows[1:]]
+def _speedups(run: Run) -> str:
+    rows = summarise(run.items)
+    arguments = run.facts["arguments"]
+    skipped = arguments.get("skipped", {})
+    parts = []
+    cases = list(dict.fromkeys((row.temperature, row.batch) for row in rows))
+    for temperature, batch in cases:
+        own = [row for row in rows if (row.temperature, row.batch) == (temperature, batch)]
+        grid = main_grid(own, skipped, "")
+        if len(cases) > 1:
+            parts.append(f"T = {temperature:g}, batch {batch}:")
+        parts.append(grid.markdown())
+    drafting = [row for row in rows if row.budget]
     width = max(
-        max(row.speedup.high - row.speedup.value, row.speedup.value - row.speedup.low) for row in measured
+        max(row.speedup.high - row.speedup.value, row.speedup.value - row.speedup.low) for row in drafting
     )
-    settings = runs[-1][0]["arguments"]
-    notes = [
-        "Speedup over plain decoding, in brackets τ, for builder and budget; number of prompts in brackets."
-        f" One request at a time, up to {settings['tokens']} new tokens, {settings['dtype']}. The clock runs"
-        f" from {settings['clock']}; both are pooled over prompts. 95 % intervals of the speedups (bootstrap"
-        f" over prompts) reach at most {width:.2f} from the value. {_identity(measured)}",
-        "\n".join(f"- Miss: {row.verdict}." for row in measured if row.verdict is not None),
-    ]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(filter(None, notes))
-
-
-def _cell(row: Row | None) -> str:
-    return "–" if row is None else f"{row.speedup.value:.2f}× ({row.tau.value:.2f})"
+    where = "" if len(cases) > 1 else f" T = {cases[0][0]:g}, batch {cases[0][1]}."
+    parts.append(
+        f"{LEGEND} Number of prompts in brackets.{where} Up to {arguments['tokens']} new tokens,"
+        f" {arguments['dtype']}. The clock runs from {arguments['clock']}. 95 % intervals of the speedups"
+        f" (bootstrap over prompts) reach at most {width:.2f} from the value. {_identity(drafting)}"
+    )
+    parts.append("\n".join(f"- {line}." for line in findings(rows, skipped)))
+    return "\n\n".join(filter(None, parts))
 
 
 def _identity(rows: list[Row]) -> str:
     """How many of the timed answers have plain decoding's token ids."""
-    answers, same, ties = (sum(getattr(row, name) for row in rows) for name in ("prompts", "same", "ties"))
+    own = [row for row in rows if row.set != POOLED]
+    answers, same, ties = (sum(getattr(row, name) for row in own) for name in ("prompts", "same", "ties"))
     text = f"{same} of {answers} of these answers have plain decoding's token ids"
     if ties:
         text += f", {ties} first differ at a numeric tie"

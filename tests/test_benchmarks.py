@@ -1,4 +1,4 @@
-"""What the measurement scripts compute from what they measured, and what they call lossless."""
+"""The project's own scripts: the README's table, and what they call lossless."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
+from jetspec.bench import summary
+from jetspec.bench.record import Journal
+from jetspec.bench.runs import runs_of
 from jetspec.decode.compare import TIE_BELOW
 from jetspec.decode.engine import Engine
 from jetspec.errors import DataError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
+from tests.bench.tiny import facts, items
 from tests.decode.tiny import tiny_target
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -28,152 +31,60 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_questions_are_spread_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the stated rule of choosing prompts: sets are sorted by topic, so the first n would be a
-    biased sample; and U+2028 inside a JSON string is no line end."""
-    common = script("common", monkeypatch)
-    lines = [
-        json.dumps({"id": f"q{n}", "turns": [f"a\u2028{n}", "later"]}, ensure_ascii=False) for n in range(10)
-    ]
-    (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    assert [q.id for q in common.read_set(tmp_path, "gsm8k", 4)] == ["q0", "q2", "q5", "q7"]
-    assert [q.text for q in common.read_set(tmp_path, "gsm8k", 99)] == [f"a\u2028{n}" for n in range(10)]
-    (tmp_path / "mbpp.jsonl").write_text('{"turns": []}\n', "utf-8")
-    with pytest.raises(DataError, match="line 1"):
-        common.read_set(tmp_path, "mbpp", 1)
-
-
-def test_journal_survives_a_killed_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards resuming: half a line left by a killed process must neither stop the next run nor swallow its
-    first record."""
-    common = script("common", monkeypatch)
-    journal = common.Journal(tmp_path / "new" / "x.jsonl")
-    assert journal.read() == []
-    journal.append({"n": 1})
-    with journal.path.open("a") as file:
-        file.write('{"n": ')
-    journal.append({"n": 2})
-    assert journal.read() == [{"n": 1}, {"n": 2}]
-
-
-def test_run_key_tells_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards resuming against mixing: only the date and the machine's load may differ within one run."""
-    common = script("common", monkeypatch)
-    facts = common.provenance(BENCHMARKS / "speedup.py", {"tokens": 128})
-    assert common.run_key({**facts, "date": "x", "load": 9.0}) == common.run_key(facts)
-    for other in ({"commit": "0"}, {"source": "0"}, {"threads": 99}, {"arguments": {"tokens": 64}}):
-        assert common.run_key({**facts, **other}) != common.run_key(facts)
-
-
-def test_interval_covers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the bootstrap: 95 % intervals of a pooled ratio must cover the truth in about 95 % of samples.
-
-    Percentile intervals of 40 draws cover a little less; with 200 samples the count is below 0.88 by chance
-    less than once in a thousand. The seed is fixed.
-    """
-    summary = script("summary", monkeypatch)
-    monkeypatch.setattr(summary, "RESAMPLES", 500)  # ten thousand would take a minute
-    dice = np.random.default_rng(5)
-    hits = 0
-    for _ in range(200):
-        lengths = dice.integers(20, 128, 40).astype(float)
-        seconds = lengths * dice.normal(2.0, 0.3, 40)
-        found = summary.bootstrap(
-            zip(seconds, lengths, strict=True), lambda sums: sums[..., 0] / sums[..., 1]
-        )
-        assert found.low <= found.value <= found.high
-        hits += found.low <= 2.0 <= found.high
-    assert 0.88 <= hits / 200 <= 0.99
-
-
-def method(
-    grow: str, budget: int, seconds: float, tokens: int, rounds: int, **changes: Any
-) -> dict[str, Any]:
-    """One method's share of a record of speedup.py."""
-    return {
-        "grow": grow,
-        "budget": budget,
-        "tokens": tokens,
-        "finish": "length",
-        "seconds": seconds,
-        "prefill": 1.0,
-        "split": dict.fromkeys(("draft", "build", "verify", "commit"), seconds / 4),
-        "rounds": rounds,
-        "accepted": tokens - rounds,
-        "nodes": budget * rounds,
-        "divergence": None,
-        **changes,
-    }
-
-
-def prompts(count: int, speedup: float, **changes: Any) -> list[dict[str, Any]]:
-    """Records of `count` prompts, decoded plainly and with one tree."""
-    return [
-        {
-            "kind": "prompt",
-            "key": "k",
-            "set": "gsm8k",
-            "id": f"q{n}",
-            "methods": [
-                method("plain", 0, 0.1 * (50 + n), 50 + n, 50 + n),
-                method("best-first", 8, 0.1 * (50 + n) / speedup, 50 + n, 20, **changes),
-            ],
-        }
-        for n in range(count)
-    ]
-
-
-def test_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the definitions: speedup and tau are ratios of sums, prefill counts only where it is said to,
-    and a tie is not an identical answer."""
-    summary = script("summary", monkeypatch)
-    records = prompts(2, 2.0)
-    records[1]["methods"][1]["divergence"] = {"place": 3, "gap": 1e-5, "tie": True}
-    plain, row = summary.summarise(records)
-    assert plain.speedup.value == 1.0 and plain.tau.value == 1.0 and plain.verdict is None
-    assert row.speedup.value == pytest.approx(2.0) and row.verdict is None
-    assert row.tau.value == pytest.approx(101 / 40)
-    assert row.whole == pytest.approx((10.1 + 2.0) / (5.05 + 2.0))
-    assert (row.same, row.ties) == (1, 1)
-    slow = summary.summarise(prompts(3, 0.8))[1]
-    assert "slower than plain decoding (0.80×" in slow.verdict
-
-
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what the README says: stubs and trials stay out, the newest run wins, misses and differences are
-    written down, and text around the markers stays."""
+    """Guards what the README says: stubs and trials stay out, the newest run wins, misses, differences and
+    missing methods are written down, records of the older script count as well, and text around the markers
+    stays."""
     table = script("table", monkeypatch)
-    common = script("common", monkeypatch)
-    facts = common.provenance(BENCHMARKS / "speedup.py", {})
-    settings = {
-        "head": {"name": "auto"},
-        "temperature": 0.0,
-        "tokens": 128,
-        "dtype": "float32",
-        "clock": "first",
-    }
-    journal = common.Journal(tmp_path / "speedup.jsonl")
+    monkeypatch.setattr(summary, "RESAMPLES", 200)
+    journal = Journal(tmp_path / "bench.jsonl")
     assert table.table(tmp_path) == table.NOTHING
 
-    def add(key: str, date: str, records: list[dict[str, Any]], **changes: Any) -> None:
-        run = {**facts, "date": date, "arguments": {**settings, **changes}}
+    def add(key: str, date: str, records: list[dict[str, Any]], **arguments: Any) -> None:
+        run = {**facts(**arguments), "date": date}
         for record in [{"kind": "run", "key": key, "run": run}, *records]:
             journal.append({**record, "key": key})
 
-    add("stub", "2030-01-09", prompts(20, 9.0), head={"name": "random"})
-    add("trial", "2030-01-08", prompts(3, 8.0))
+    add("stub", "2030-01-09", items(20, 9.0), heads={"jetspec-tree": {"name": "random"}})
+    add("trial", "2030-01-08", items(3, 8.0))
     assert table.table(tmp_path) == table.NOTHING
-    add("new", "2030-01-02", prompts(12, 0.5, divergence={"place": 0, "gap": 1.0, "tie": False}))
-    add("old", "2030-01-01", prompts(20, 7.0))
+    wrong = {"place": 0, "gap": 1.0, "tie": False}
+    add("new", "2030-01-02", [*items(12, 0.5, divergence=[wrong]), *items(2, 6.0, "mbpp")],
+        skipped={"mtp": "no head: none"})  # fmt: skip
+    add("old", "2030-01-01", items(20, 7.0))
     text = table.table(tmp_path)
-    assert "| gsm8k (12) | 0.50× (" in text and "7.00×" not in text
-    assert "Miss: best-first 8 on gsm8k: slower than plain decoding" in text and "12 DIFFER" in text
+    assert (
+        "| method | gsm8k (12) |" in text and "0.50×/" in text and "7.00×" not in text and "mbpp" not in text
+    )
+    assert "- Miss: jetspec-tree 8, T = 0, batch 1: slower than plain decoding on gsm8k" in text
+    assert "12 DIFFER" in text and "| mtp | no head |" in text and "NOT LOSSLESS" in text
     readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
     once = table.put(readme, text, "README.md")
     assert once.startswith("before\n") and once.endswith("after\n") and text.strip() in once
     assert table.put(once, text, "README.md") == once
     with pytest.raises(DataError, match="must hold"):
         table.put("no markers", text, "README.md")
+
+
+def test_committed_records_stay_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the records of the older script, from before methods had names."""
+    monkeypatch.setattr(summary, "RESAMPLES", 200)
+    run = runs_of(Journal(BENCHMARKS / "results" / "speedup.jsonl").read())[0]
+    rows = {row.name: row for row in summary.summarise(run.items)}
+    assert list(rows) == ["plain", "jetspec-tree 8", "jetspec-tree 16", "jetspec-chain 7"]
+    assert rows["jetspec-tree 8"].speedup.value == pytest.approx(2.07, abs=0.005)
+    assert rows["jetspec-tree 8"].tau.value == pytest.approx(3.14, abs=0.005)
+
+
+def test_scripts_share_the_prompts_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards forward.py and lossless.py: the same choice of questions as `jetspec bench`."""
+    common = script("common", monkeypatch)
+    lines = "\n".join(json.dumps({"id": f"q{n}", "turns": [f"text {n}", "later"]}) for n in range(10))
+    (tmp_path / "gsm8k.jsonl").write_text(lines, "utf-8")
+    found = common.read_set(tmp_path, "gsm8k", 4)
+    assert [(q.id, q.text) for q in found] == [(f"q{n}", f"text {n}") for n in (0, 2, 5, 7)]
+    run = common.provenance(BENCHMARKS / "forward.py", {"tokens": 1})
+    assert run["script"] == "forward.py" and common.run_key(run) == common.run_key({**run, "date": "x"})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@
         ├── HeadError       the draft head cannot be read or belongs to another target
         ├── DataError       a prompt file, answer file or checkpoint is broken
         ├── DownloadError   a fetch failed or was interrupted; trying again is safe
+        ├── EndpointError   an endpoint that answers prompts is gone or refuses; running again goes on
+        ├── ProcessError    another process of a run with many is gone; running again goes on
         └── StorageError    no space or no permission where files have to be written
 
 A message is one line that says what happened, why, and what to do, with the valid choices where there are
@@ -47,6 +49,14 @@ class DataError(UserError):
 
 class DownloadError(UserError):
     """Fetching a file failed or was interrupted. Trying again is safe."""
+
+
+class EndpointError(UserError):
+    """An endpoint that is to answer prompts is gone or refuses everything. Running again goes on."""
+
+
+class ProcessError(UserError):
+    """Another process of a run with many ended or cannot be reached. Running again goes on."""
 
 
 class StorageError(UserError):

@@ -111,7 +111,7 @@ def test_same_tokens_as_transformers(grow: str) -> None:
     from tests.target.tiny import tiny_model
 
     model = tiny_model("llama", vocab_size=VOCAB, eos_token_id=None, pad_token_id=0).eval().double()
-    dice = torch.Generator().manual_seed(2)
+    dice = torch.Generator().manual_seed(6)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
         parameter.data = 1.0 + 0.3 * noise if parameter.ndim == 1 else noise * 0.4

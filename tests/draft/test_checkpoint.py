@@ -42,6 +42,10 @@ def target() -> Target:
         PLAIN_PARTS,
         {"causal": False},
         {"scorer": "vanilla", "rank": 3},
+        {"scorer": "rnn", "alignment": "shifted", "block_size": 1, "confidence": True},
+        {"layout": "specforge", "alignment": "shifted", "confidence": True},
+        {"layout": "deepspec", "alignment": "shifted", "causal": False, "notes": (("num_anchors", 9),)},
+        {**PLAIN_PARTS, "confidence": True, "confidence_with_markov": False, "layout": "specforge"},
         {"direct": False, "block_size": 2, "layers": 1},
     ],
 )
@@ -181,7 +185,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json.*cannot be read"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json.*cannot be read"),  # type: ignore[dict-item,return-value]
-    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "dflash_config"),  # type: ignore[dict-item,return-value]
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "holds no object"),  # type: ignore[dict-item,return-value]
     "another kind": (config_edit(lambda c: c.pop("dflash_config")), "dflash_config"),
     "no block size": (config_edit(lambda c: c["dflash_config"].pop("block_size")), "block_size"),
     "two block sizes": (config_edit(lambda c: c.update(block_size=8)), "block_size twice, as 8 and 5"),
@@ -214,11 +218,32 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         config_edit(lambda c: c["dflash_config"].update(mask_token_id="<m>")),
         "mask_token_id is '<m>'",
     ),
-    "shifted": (config_edit(lambda c: c.update(jet={"alignment": "shifted"})), "shifted"),
-    "shift_label": (config_edit(lambda c: c["dflash_config"].update(shift_label=True)), "shifted"),
-    "anchor sampled": (config_edit(lambda c: c.update(sample_from_anchor=True)), "shifted"),
+    "alignment": (config_edit(lambda c: c.update(jet={"alignment": "upwards"})), "in_place, shifted"),
+    "two alignments": (
+        config_edit(lambda c: c.update(shift_label=True, jet={"alignment": "in_place"})),
+        "slot alignment twice",
+    ),
+    "unknown key": (config_edit(lambda c: c.update(rope_twist=2)), "'rope_twist'"),
+    "unknown inner key": (
+        config_edit(lambda c: c["dflash_config"].update(markov_order=2)),
+        "dflash_config holds the key 'markov_order'",
+    ),
+    "unknown own key": (config_edit(lambda c: c.update(jet={"branches": 2})), "jet holds the key 'branches'"),
+    "another projector": (
+        config_edit(lambda c: c["dflash_config"].update(projector_type="domino")),
+        "projector_type 'domino'",
+    ),
+    "another width": (
+        config_edit(lambda c: c["dflash_config"].update(target_hidden_size=32)),
+        "target_hidden_size is 32",
+    ),
+    "layer convention": (
+        config_edit(lambda c: c.update(jet={"layer_id_convention": "input"})),
+        "layer_id_convention is 'input'",
+    ),
+    "flag as text": (config_edit(lambda c: c.update(shift_label="yes")), "shift_label is 'yes'"),
     "newer format": (config_edit(lambda c: c.update(jet={"format_version": 99})), "format 99"),
-    "unknown scorer": (config_edit(lambda c: c.update(jet={"head_type": "rnn", "rank": 4})), "rnn"),
+    "unknown scorer": (config_edit(lambda c: c.update(jet={"head_type": "lstm", "rank": 4})), "lstm"),
     "no rank": (config_edit(lambda c: c.update(jet={"head_type": "gated"})), "rank 0"),
     "bad size": (config_edit(lambda c: c.update(hidden_size="wide")), "hidden_size"),
     "vocabulary": (

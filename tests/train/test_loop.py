@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from jetspec.draft.checkpoint import load_head
 from jetspec.errors import DataError
 from jetspec.target.target import Target
+from jetspec.train import block as block_module
 from jetspec.train import loop as loop_module
-from jetspec.train.data import Corpus
+from jetspec.train.block import BlockMethod
+from jetspec.train.data import Corpus, batches_at
 from jetspec.train.loop import LoopOptions, Report, train
 from jetspec.train.model import HeadModule, initialise
+from jetspec.train.weighting import LossOptions
 from tests.draft.tiny import random_head, tiny_answers, tiny_target
 
 OPTIONS = LoopOptions(steps=8, answers=4, anchors=4, part=3, checkpoint_minutes=0.0, validate_minutes=1e6)
@@ -59,13 +63,13 @@ def run(
     options: LoopOptions = OPTIONS,
     seed: int = 0,
     watch: Callable[[Report], None] = lambda report: None,
+    loss: LossOptions = LossOptions(),  # noqa: B008 (frozen)
     **head: Any,
 ) -> HeadModule:
     """Train a new module in a folder."""
-    module = new_module(target, seed, **head)
-    vocab = corpus.frequent_ids(60, 200)
-    train(module, corpus, vocab, target.transformer.output_matrix[vocab], folder, options, {}, watch)
-    return module
+    method = BlockMethod(new_module(target, seed, **head), target, corpus.frequent_ids(60, 200), loss)
+    train(method, corpus, folder, options, {}, watch)
+    return method.module
 
 
 def save_every(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
@@ -89,20 +93,46 @@ def kill_at(step: int) -> Callable[[Report], None]:
     return watch
 
 
-@pytest.mark.parametrize("kills", [[4], [5], [1, 5, 7]], ids=["at-checkpoint", "between", "thrice"])
+JETSPEC: dict[str, Any] = {}
+DFLASH: dict[str, Any] = {"causal": False, "scorer": "none", "rank": 0}
+DSPARK: dict[str, Any] = {"alignment": "shifted", "causal": False, "scorer": "vanilla", "confidence": True}
+RECURRENT: dict[str, Any] = {"scorer": "rnn"}
+KL, CE = LossOptions(), LossOptions(kl=0.0, ce=1.0)
+SPARK = LossOptions(kl=0.0, ce=0.1, l1=0.9, confidence=1.0, weighting="expected-length")
+
+
+@pytest.mark.parametrize(
+    ("kills", "head", "loss", "optimizer"),
+    [
+        ([4], JETSPEC, KL, "adamw"),
+        ([5], JETSPEC, KL, "muon"),
+        ([1, 5, 7], RECURRENT, KL, "adamw"),
+        ([5], DFLASH, CE, "adamw"),
+        ([3, 5], DSPARK, SPARK, "muon"),
+    ],
+    ids=["at-checkpoint", "muon", "thrice-recurrent", "dflash", "dspark-muon"],
+)
 def test_resume_is_bitwise_exact(
-    target: Target, corpus: Corpus, tmp_path: Path, kills: list[int], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    corpus: Corpus,
+    tmp_path: Path,
+    kills: list[int],
+    head: dict[str, Any],
+    loss: LossOptions,
+    optimizer: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards the promise that a killed run ends with the weights of one that was not: same batches, rates,
     moments and step counts. A new module starts from other weights, so they must all come from the file."""
     save_every(monkeypatch, 2)
-    whole = run(target, corpus, tmp_path / "whole")
+    given: dict[str, Any] = {"options": replace(OPTIONS, optimizer=optimizer), "loss": loss, **head}
+    whole = run(target, corpus, tmp_path / "whole", **given)
     for step in kills:
-        saved = (tmp_path / "killed" / "checkpoint.safetensors").exists()
+        seed = step if (tmp_path / "killed" / "checkpoint.safetensors").exists() else 0
         with pytest.raises(Killed):
-            run(target, corpus, tmp_path / "killed", seed=step if saved else 0, watch=kill_at(step))
-    resumed = run(target, corpus, tmp_path / "killed", seed=99)
-    start = new_module(target)
+            run(target, corpus, tmp_path / "killed", seed=seed, watch=kill_at(step), **given)
+    resumed = run(target, corpus, tmp_path / "killed", seed=99, **given)
+    start = new_module(target, **head)
     for name in whole.names:
         assert torch.equal(whole.weight(name), resumed.weight(name)), name
     assert not torch.equal(whole.weight("fc.weight"), start.weight("fc.weight"))
@@ -138,6 +168,10 @@ def test_other_runs_are_refused(target: Target, corpus: Corpus, tmp_path: Path) 
         run(target, corpus, tmp_path, replace(OPTIONS, learning_rate=5.0))
     with pytest.raises(DataError, match="another head"):
         run(target, corpus, tmp_path, causal=False)
+    with pytest.raises(DataError, match="another head"):
+        run(target, corpus, tmp_path, loss=CE)
+    with pytest.raises(DataError, match="optimizer"):
+        run(target, corpus, tmp_path, replace(OPTIONS, optimizer="muon"))
     with pytest.raises(DataError, match="another shape"):
         run(target, corpus, tmp_path, block_size=6)
     fewer = Corpus([corpus.training[0].path.parent], holdout=3)
@@ -158,18 +192,37 @@ def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_p
     assert all(torch.equal(first.weight(name), second.weight(name)) for name in first.names)
     head = load_head(tmp_path / "head")
     assert head.manifest["steps"] == 8 and head.vocab is not None
+    assert (tmp_path / "curves.png").exists() and "8 steps" in (tmp_path / "head" / "README.md").read_text()
     for name, tensor in head.weights.items():
         assert torch.equal(tensor, first.weight(name).detach().half())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_the_loss_goes_down(target: Target, corpus: Corpus, tmp_path: Path, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("head", "loss", "optimizer", "share"),
+    [
+        (JETSPEC, KL, "adamw", 0.5),
+        ({"causal": False}, KL, "adamw", 0.5),
+        (DFLASH, CE, "muon", 0.5),
+        (DSPARK, SPARK, "adamw", 0.85),  # confidences cost at least the entropy of their labels
+        ({**RECURRENT, "alignment": "shifted"}, CE, "adamw", 0.5),
+    ],
+    ids=["causal", "bidirectional", "dflash-muon", "dspark", "recurrent"],
+)
+def test_the_loss_goes_down(
+    target: Target,
+    corpus: Corpus,
+    tmp_path: Path,
+    head: dict[str, Any],
+    loss: LossOptions,
+    optimizer: str,
+    share: float,
+) -> None:
     """Guards against a head that does not learn: nine answers are nearly known by heart after 60 steps."""
     losses: list[float] = []
-    options = replace(OPTIONS, steps=60, checkpoint_minutes=1e6, learning_rate=3e-3)
+    options = replace(OPTIONS, steps=60, checkpoint_minutes=1e6, learning_rate=1e-2, optimizer=optimizer)
     watch: Callable[[Report], None] = lambda report: losses.append(report.loss) if report.by_depth else None  # noqa: E731
-    run(target, corpus, tmp_path, options, watch=watch, causal=causal)
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    run(target, corpus, tmp_path, options, watch=watch, loss=loss, **head)
+    assert sum(losses[-5:]) < share * sum(losses[:5])
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -179,7 +232,7 @@ def test_what_is_not_finite_stops_the_run(
     """Guards the last good checkpoint: a NaN must end the run before it reaches the weights."""
     module = new_module(target)
     broken = {"step": 0}
-    real = loop_module.fused_kl
+    real = block_module.fused_loss
 
     def sometimes(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
@@ -194,10 +247,18 @@ def test_what_is_not_finite_stops_the_run(
     def watch(report: Report) -> None:
         broken["step"] = report.step
 
-    monkeypatch.setattr(loop_module, "fused_kl", sometimes)
-    vocab = torch.arange(200)
-    matrix = target.transformer.output_matrix
-    with pytest.raises(DataError, match="step 3 is"):
-        train(module, corpus, vocab, matrix, tmp_path, OPTIONS, {}, watch)
+    monkeypatch.setattr(block_module, "fused_loss", sometimes)
+    method = BlockMethod(module, target, torch.arange(200), LossOptions())
+    with pytest.raises(DataError, match=r"step 3 is .*failed-step-3\.safetensors"):
+        train(method, corpus, tmp_path, OPTIONS, {}, watch)
+    with safe_open(tmp_path / "failed-step-3.safetensors", framework="pt") as file:
+        record = json.loads(file.metadata()["batch"])
+        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    again = list(batches_at(corpus, 3, seed=0, answers=4, anchors=4, weights=method.weights, part=3))
+    assert (record["step"] == 3 and "nan" in (record["loss"] + record["gradient"])) or where == "gradient"
+    for n, batch in enumerate(again):
+        assert torch.equal(kept[f"part.{n}.anchors"], batch.anchors)
+        assert torch.equal(kept[f"part.{n}.tokens"], batch.tokens)
+        assert [answer["row"] for answer in record["answers"][n]] == [e.start for e in batch.entries]
     assert all(bool(module.weight(name).isfinite().all()) for name in module.names)
     assert (tmp_path / "checkpoint.safetensors").exists() and not (tmp_path / "head").exists()

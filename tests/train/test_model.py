@@ -30,6 +30,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "direct": {**PLAIN_PARTS, "direct": True},
     "slots": {**PLAIN_PARTS, "slot_embedding": True},
     "vanilla": {"scorer": "vanilla"},
+    "shifted": {"alignment": "shifted", "block_size": 4, "scorer": "rnn", "confidence": True},
 }
 
 
@@ -89,21 +90,66 @@ def test_training_and_decoding_compute_the_same_states(
         assert (found - expected).abs().max() < CLOSE, (pieces, flush, reject)
 
 
-def test_scorer_terms_are_those_of_decoding(target: Target) -> None:
-    """Guards the order of state and parent row in the gate, and the tables that one step works on."""
-    head = random_head(target)
+def slow_terms(head: Head, hidden: Tensor, rows: Tensor) -> Tensor:
+    """The scorers' formulas (arXiv 2607.05147), one slot at a time: hidden [D, H], rows [D, r]."""
+    w, kind, terms = head.weights, head.config.scorer, []
+    state = torch.zeros(rows.shape[1])
+    for h, e in zip(hidden, rows, strict=True):
+        if kind == "gated":
+            gate = w["markov_head.gate_proj.weight"] @ torch.cat([h, e]) + w["markov_head.gate_proj.bias"]
+            terms.append(e * torch.sigmoid(gate))
+        elif kind == "rnn":
+            u = w["markov_head.joint_proj.weight"] @ torch.cat([state, e, h])
+            g, c, o = (u + w["markov_head.joint_proj.bias"]).chunk(3)
+            state = torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * torch.tanh(c)
+            terms.append(torch.tanh(o))
+        else:
+            terms.append(e)
+    return torch.stack(terms)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_scorers_follow_their_formulas(target: Target, kind: str) -> None:
+    """Guards the order of state, parent row and slot in the scorer's products, the carried state, and the
+    tables that one step works on. `tests/draft` compares decoding with the same formulas."""
+    head = random_head(target, scorer=kind)
     module = module_of(head, target)
     batch = batch_of(corpus())
     hidden = module(batch)
     tables = ScorerTables(module, [batch], torch.arange(VOCAB))
     found = tables.terms(hidden, batch.parents)
     assert found is not None and tables.child_rows is not None
-    w = head.weights
-    rows = w["markov_head.markov_w1.weight"][batch.parents]
-    joined = torch.cat([hidden, rows], dim=-1)
-    gate = joined @ w["markov_head.gate_proj.weight"].T + w["markov_head.gate_proj.bias"]
-    assert torch.allclose(found, rows * torch.sigmoid(gate), atol=1e-5)
-    assert torch.equal(tables.child_rows, w["markov_head.markov_w2.weight"])
+    rows = head.weights["markov_head.markov_w1.weight"][batch.parents]
+    for n in range(3):
+        for column in range(3):
+            expected = slow_terms(head, hidden[n, column], rows[n, column])
+            assert torch.allclose(found[n, column], expected, atol=1e-4)
+    assert torch.equal(tables.child_rows, head.weights["markov_head.markov_w2.weight"])
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_scorer_knows_the_path_and_nothing_behind_it(target: Target, kind: str) -> None:
+    """Guards teacher forcing against a leak: a written token moves the scores of the depths behind it (of the
+    next one only, without a recurrence) and those of no other depth, its own least of all; nor those of other
+    blocks of the answer."""
+    module = module_of(random_head(target, scorer=kind, confidence=True), target)
+
+    def scores(source: MemoryCorpus) -> tuple[Tensor, Tensor]:
+        batch = batch_of(source, torch.tensor([[3, 9]] * 3))
+        rows = module.weight("markov_head.markov_w1.weight")[batch.parents]
+        hidden = module(batch)
+        return module.terms(hidden, rows).detach(), module.confidence(hidden, rows).detach()
+
+    before = scores(corpus())
+    for place in range(1, 5):
+        changed = corpus()
+        changed.ids[1][3 + place] = (int(changed.ids[1][3 + place]) + 1) % VOCAB
+        for old, new in zip(before, scores(changed), strict=True):
+            gap = (new - old).abs()
+            moved = gap[1, 0].reshape(4, -1).amax(-1) > 1e-4
+            reach = range(1, 5) if kind == "rnn" and old.ndim == 4 else range(1, 2)
+            assert moved.tolist() == [k - place in reach for k in range(1, 5)], place
+            assert float(gap[0].max()) == float(gap[2].max()) == float(gap[1, 1].max()) == 0.0
 
 
 def test_scorer_tables_carry_gradients_to_the_big_tables(target: Target) -> None:
@@ -113,7 +159,7 @@ def test_scorer_tables_carry_gradients_to_the_big_tables(target: Target) -> None
     vocab = torch.arange(0, VOCAB, 3)
     w1, w2 = (module.weight(f"markov_head.markov_w{n}.weight") for n in (1, 2))
     hidden = module(batch).detach()
-    direct = (module.gated(hidden, w1[batch.parents]) @ w2[vocab].T).sin().sum()
+    direct = (module.terms(hidden, w1[batch.parents]) @ w2[vocab].T).sin().sum()
     wanted = torch.autograd.grad(direct, [w1, w2])
     tables = ScorerTables(module, [batch], vocab)
     for part in (slice(0, 1), slice(1, 3)):
@@ -144,12 +190,20 @@ def test_draft_cache_equals_a_fresh_one_in_every_layer(target: Target) -> None:
         assert (rows[0] - rows[1]).abs().max() < 1e-4, layer
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_no_slot_sees_its_answer(target: Target, causal: bool) -> None:
+SHAPES: dict[str, dict[str, Any]] = {
+    "jetspec": {},
+    "dflash": {"causal": False},
+    "dspark": {"causal": False, "alignment": "shifted", "block_size": 4},
+    "causal-shifted": {"alignment": "shifted", "block_size": 4},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_slot_sees_its_answer(target: Target, shape: str) -> None:
     """Guards against a leak: taps at or behind the anchor and tokens behind it are not there when drafting.
 
     What is there (the row before the anchor, the root) must matter."""
-    module = module_of(random_head(target, causal=causal), target)
+    module = module_of(random_head(target, **SHAPES[shape]), target)
     source = corpus()
     batch = batch_of(source)
     before = module(batch).detach()
@@ -170,19 +224,37 @@ def test_no_slot_sees_its_answer(target: Target, causal: bool) -> None:
             assert bool((difference > 0.01).all()), edit
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_who_sees_whom_inside_a_block(target: Target, causal: bool) -> None:
-    """Guards the causal flag: slot k may not depend on later slots in a causal head, and must in another."""
-    head = random_head(target, causal=causal)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_who_sees_whom_inside_a_block(target: Target, shape: str) -> None:
+    """Guards the causal flag and the alignment: a slot may not depend on later slots in a causal head, and
+    must in another; depth k is slot k in place, and slot k - 1 when shifted."""
+    head = random_head(target, **SHAPES[shape])
+    causal, first = head.config.causal, head.config.first_slot
+    assert head.config.depth == 4
     batch = batch_of(corpus())
     before = module_of(head, target)(batch).detach()
-    for slot in range(1, 5):
+    for slot in range(head.config.block_size):
         weights = {name: tensor.clone() for name, tensor in head.weights.items()}
         weights["slot_embed.weight"][slot] += 3.0
         after = module_of(replace(head, weights=weights), target)(batch).detach()
         moved = (after - before).abs().amax(dim=(0, 1, 3)) > 0.01  # [D], of slots 1..D
-        expected = [k >= slot or not causal for k in range(1, 5)]
+        expected = [k >= slot or not causal for k in range(first, first + 4)]
         assert moved.tolist() == expected, slot
+
+
+def test_another_block_has_no_effect(target: Target) -> None:
+    """Guards the border between blocks of one answer: moving one anchor, and so its whole block, leaves the
+    states of the others bitwise as they are."""
+    for shape in SHAPES.values():
+        module = module_of(random_head(target, **shape), target)
+        before = module(batch_of(corpus())).detach()
+        for column in range(3):
+            anchors = ANCHORS.clone()
+            anchors[:, column] = torch.tensor([6, 1, 3])
+            after = module(batch_of(corpus(), anchors)).detach()
+            others = [n for n in range(3) if n != column]
+            assert torch.equal(after[:, others], before[:, others])
+            assert (after[:, column] - before[:, column]).abs().amax(-1).min() > 0.01
 
 
 def test_blocks_and_answers_do_not_see_each_other(target: Target) -> None:

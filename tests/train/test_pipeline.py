@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,18 @@ from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.loading import load_drafter
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import load_target
+from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
 from jetspec.train.loop import LoopOptions
-from jetspec.train.pipeline import HeadOptions, _products, mask_token, resolve_products, train_head
+from jetspec.train.pipeline import _products, resolve_products, train_head
+from jetspec.train.recipe import Settings, default_settings
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
 from tests.target.tiny import save_tokenizer, tiny_model
+
+COLD: Settings = replace(
+    default_settings("jetspec"),
+    head=BlockOptions(vocab=0, scorer="none", rank=0, warm=False),
+    loop=LoopOptions(steps=1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +76,39 @@ def test_train_through_the_command_line(
 
 
 @pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--recipe", "dflash"), ("dflash", "none", "in_place", False, False)),
+        (("--recipe", "dspark", "--scorer", "rnn"), ("dspark", "rnn", "shifted", False, True)),
+        (("--recipe", "jetspec", "--scorer", "rnn"), ("jetspec", "rnn", "in_place", True, False)),
+    ],
+    ids=["dflash", "dspark-rnn", "jetspec-rnn"],
+)
+def test_every_block_method_through_the_command_line(
+    model_folder: Path, tmp_path: Path, more: tuple[str, ...], expected: tuple[Any, ...]
+) -> None:
+    """Guards recipes on the way from the command line to a head's config.json, and a single changed key."""
+    arguments = [*command(model_folder, tmp_path, "--steps", "2", *more), "--set", "head.taps=[1,3]"]
+    if more[1] == "dflash":  # published without a scorer, so `--rank 4` asks for another head
+        arguments[arguments.index("--rank") + 1] = "0"
+    assert main([*arguments, "--optimizer", "muon", "--cold"]) == 0
+    folder = tmp_path / "run" / "head"
+    head = load_drafter(folder, load_target(str(model_folder))).head  # type: ignore[attr-defined]
+    config = head.config
+    found = (config.method, config.scorer, config.alignment, config.causal, config.confidence)
+    assert found == expected and config.taps == (1, 3)
+    assert head.manifest["options"]["optimizer"] == "muon" and head.manifest["method"] == expected[0]
+    card = (folder / "README.md").read_text()
+    assert str(tmp_path) not in card and "draft head for" in card
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
+        (("--recipe", "medusa"), "recipe 'medusa' was not found"),
+        (("--scorer", "lstm"), "none, vanilla, gated, rnn"),
+        (("--set", "head.depth=3"), "unknown key 'depth'"),
+        (("--optimizer", "sgd"), "adamw, muon"),
         (("--products", "int8"), "products 'int8' is unknown"),
         (("--block", "1"), "block_size must be at least 2"),
         (("--threads", "0"), "threads"),
@@ -106,9 +146,8 @@ def test_a_run_folder_that_is_a_file_is_refused_before_training(tmp_path: Path) 
     target = tiny_target()
     tiny_answers(target, tmp_path / "answers")
     (tmp_path / "file").write_text("")
-    head = HeadOptions(vocab=0, rank=0, warm=False)
     with pytest.raises(StorageError, match="choose another folder"):
-        train_head(target, [tmp_path / "answers"], tmp_path / "file", head, LoopOptions(steps=1))
+        train_head(target, [tmp_path / "answers"], tmp_path / "file", COLD)
 
 
 def test_answers_need_prompts(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,21 +168,18 @@ def test_answers_need_prompts(model_folder: Path, tmp_path: Path, capsys: pytest
 def test_answers_of_another_target_are_refused(tmp_path: Path) -> None:
     """Guards against a failing matrix product deep inside when widths differ."""
     tiny_answers(tiny_target(hidden_size=32), tmp_path / "answers", tokens=4)
-    head = HeadOptions(vocab=0, rank=0, warm=False)
     with pytest.raises(DataError, match="width 32, but tiny has 64"):
-        train_head(tiny_target(), [tmp_path / "answers"], tmp_path / "run", head, LoopOptions(steps=1))
+        train_head(tiny_target(), [tmp_path / "answers"], tmp_path / "run", COLD)
 
 
 def test_short_answers_give_a_usable_start(tmp_path: Path) -> None:
     """Guards the warm start against the mean of no rows, a NaN that would fill the direct input."""
-    from jetspec.train.pipeline import _tap_scale
-
     corpus = tiny_answers(tiny_target(), tmp_path, tokens=6)
     corpus.training.sort(key=lambda entry: entry.length)
     for length in (corpus.training[0].length, 5, 4):
         entry = corpus.training[0]
         corpus.training[0] = type(entry)(entry.path, entry.start, length, entry.prompt_len, 0.0)
-        assert 0.1 < _tap_scale(corpus) < 100 and corpus.taps == TAPS
+        assert 0.1 < tap_scale(corpus) < 100 and corpus.taps == TAPS
 
 
 def test_mask_token_is_one_that_text_does_not_hold() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jetspec.errors import DataError
-from jetspec.train.prompts import read_prompts
+from jetspec.errors import DataError, OptionError
+from jetspec.train import prompt_sources
+from jetspec.train.prompts import load_prompts, read_prompts
 
 
 def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
@@ -24,8 +27,8 @@ def contents(path: Path, skip_broken: bool = False) -> list[str]:
 
 
 def test_every_form_is_read(tmp_path: Path) -> None:
-    """Guards the forms: turns (the first), messages (an answer at the end is dropped), ids, duplicates, CRLF
-    and a byte-order mark."""
+    """Guards the forms: turns, messages (answers are dropped), ids, duplicates (a conversation that begins
+    another one too), CRLF and a byte-order mark."""
     system = {"role": "system", "content": "be brief"}
     lines = [
         {"turns": ["one", "later"]},
@@ -94,3 +97,84 @@ def test_files_without_prompts(tmp_path: Path) -> None:
     path.write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(DataError, match="UTF-8"):
         read_prompts(path)
+
+
+def test_duplicates_are_found_and_counted(tmp_path: Path) -> None:
+    """Guards against paying twice for one answer: case, spacing and composed letters make no difference."""
+    lines = ["What is a café?", "  what  IS a cafe\u0301?", "What is a cafe?", "what is a\tcafé?"]
+    found = load_prompts([str(written(tmp_path, "\n".join(lines), "a.txt"))], seed=None)
+    assert [p.messages[-1]["content"] for p in found.prompts] == [lines[0], lines[2]]
+    assert (found.read, found.duplicates) == (4, 2)
+    assert found.report() == ["2 prompts of 4 records", "  left out: 2 duplicates"]
+
+
+def test_sources_are_joined(tmp_path: Path) -> None:
+    """Guards several --prompts: one set without duplicates between them, and --limit holds for each."""
+    first = written(tmp_path, "one\ntwo\nthree", "a.txt")
+    second = written(tmp_path, json.dumps([{"instruction": "two"}, {"instruction": "four"}]), "b.json")
+    found = load_prompts([str(first), str(second)], seed=None)
+    assert [p.id for p in found.prompts] == ["a-1", "a-2", "a-3", "b-2"]
+    limited = load_prompts([str(first), str(second)], seed=None, limit=1)
+    assert [p.id for p in limited.prompts] == ["a-1", "b-1"]
+
+
+def test_broken_lines_are_counted(tmp_path: Path) -> None:
+    """Guards --skip-broken against silence."""
+    found = load_prompts([str(written(tmp_path, '{"turns": ["a"]}\n{\n[]\n'))], skip_broken=True)
+    assert [where.rpartition(" ")[2] for where in found.broken] == ["2", "3"]
+    assert "2 broken lines" in found.report()[1]
+
+
+def test_eval_prompts_are_left_out(tmp_path: Path) -> None:
+    """Guards the benchmark: prompts of eval files are not trained on, in no turn, nor behind other words."""
+    question = "How many rivers, exactly, flow through the old town?"
+    evals = written(tmp_path, json.dumps({"id": "e1", "turns": ["Say hello", question]}) + "\n", "e.jsonl")
+    lines = [["fine"], ["how many rivers exactly flow through the OLD town"], [f"Q: {question} Think."]]
+    lines += [["fine too", question], ["say hello"], ["Say hello to my friend"]]
+    source = str(written(tmp_path, "\n".join(json.dumps({"turns": turns}) for turns in lines)))
+    found = load_prompts([source], seed=None, exclude=[evals])
+    assert [p.messages[-1]["content"] for p in found.prompts] == ["fine", "Say hello to my friend"]
+    assert len(found.excluded) == 4 and found.excluded[0] == f"{source} line 2 = e1"
+    with pytest.raises(DataError, match=r"4 prompts are eval prompts .*line 2 = e1.*--strict"):
+        load_prompts([source], exclude=[evals], strict=True)
+    with pytest.raises(DataError, match=r"holds no prompts \(1 were left out\)"):
+        load_prompts([str(written(tmp_path, question, "only.txt"))], exclude=[evals])
+
+
+def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the call: name, config and split reach the library, rows are streamed, and the default limit is
+    said."""
+    calls: list[tuple[object, ...]] = []
+
+    def load(*given: object, **named: object) -> list[dict[str, object]]:
+        calls.append((*given, *named.values()))
+        return [
+            {"instruction": "a", "input": ""},
+            {"messages": [{"role": "user", "content": "b"}]},
+            {"prompt": "c"},
+        ]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    monkeypatch.setattr(prompt_sources, "HUB_LIMIT", 2)
+    monkeypatch.setattr("jetspec.train.prompts.HUB_LIMIT", 2)
+    found = load_prompts(["hf:org/name", "hf:org/name/main:test"], seed=None)
+    assert calls == [("org/name", None, "train", True), ("org/name", "main", "test", True)]
+    assert [p.id for p in found.prompts] == ["org-name-1", "org-name-2"] and found.duplicates == 2
+    assert "only the first 2 records" in found.report()[-1]
+    assert len(load_prompts(["hf:org/name"], limit=9).prompts) == 3
+
+
+def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the traceback of another library, and names the command that installs it."""
+
+    def load(*_: object, **__: object) -> None:
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    with pytest.raises(DataError, match="hf:org/name cannot be read: no network"):
+        load_prompts(["hf:org/name"])
+    with pytest.raises(OptionError, match="names no data set"):
+        load_prompts(["hf:name"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="pip install datasets"):
+        load_prompts(["hf:org/name"])

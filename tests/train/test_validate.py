@@ -15,10 +15,12 @@ from jetspec.decode.engine import Engine
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
+from jetspec.train.block import BlockMethod
 from jetspec.train.data import Corpus, Entry
-from jetspec.train.loop import VALIDATION, LoopOptions, train
+from jetspec.train.loop import LoopOptions, train
 from jetspec.train.model import HeadModule, initialise
-from jetspec.train.validate import unigram_coverage, validate
+from jetspec.train.validate import SETTINGS, unigram_coverage, validate_drafter
+from jetspec.train.weighting import LossOptions
 from jetspec.tree import Proposal
 from tests.draft.tiny import PLAIN_PARTS, random_head, tiny_answers, tiny_target
 
@@ -79,7 +81,14 @@ def decoded_tau(
 
 
 @pytest.mark.parametrize(
-    "parts", [{}, {"causal": False}, PLAIN_PARTS], ids=["causal", "bidirectional", "plain"]
+    "parts",
+    [
+        {},
+        {"causal": False, "scorer": "rnn"},
+        PLAIN_PARTS,
+        {"alignment": "shifted", "causal": False, "scorer": "vanilla", "confidence": True},
+    ],
+    ids=["causal", "bidirectional-recurrent", "plain", "shifted"],
 )
 def test_validation_tau_is_the_tau_of_decoding(parts: dict[str, Any], tmp_path: Path) -> None:
     """Guards the number that choices are made by: on held-out prompts at temperature 0 it equals the tau of
@@ -88,13 +97,14 @@ def test_validation_tau_is_the_tau_of_decoding(parts: dict[str, Any], tmp_path: 
     corpus = tiny_answers(target, tmp_path / "answers", prompts=16, tokens=40)
     module = HeadModule(random_head(target, block_size=6, **parts).config, target.transformer.embedding)
     initialise(module)
-    vocab = corpus.frequent_ids(80, 200)
-    output = target.transformer.output_matrix[vocab]
-    train(module, corpus, vocab, output, tmp_path / "run", OPTIONS, {})
+    method = BlockMethod(module, target, corpus.frequent_ids(80, 200), LossOptions())
+    train(method, corpus, tmp_path / "run", OPTIONS, {})
     entries = corpus.held_out + corpus.training[:2]
-    found = validate(module, corpus, entries, vocab, output, VALIDATION)
-    drafter = Rounded(BlockDrafter(module.to_head(vocab), target))
-    for name, _, budget in VALIDATION:
+    found = method.validation(corpus, entries, SETTINGS)
+    plain = validate_drafter(method.drafter(), corpus, entries, SETTINGS, depth=module.config.depth)
+    assert plain == found
+    drafter = Rounded(method.drafter())
+    for name, _, budget in SETTINGS:
         assert found.tau[f"{name}-{budget}"] == pytest.approx(
             decoded_tau(target, drafter, corpus, entries, name, budget), rel=1e-12
         )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jetspec import __version__
-from jetspec.cli import demo, doctor, generate, train, tree
+from jetspec.cli import answers, bench, demo, doctor, generate, prompts, theory, train, tree
 
 app = typer.Typer(
     name="jetspec",
@@ -22,10 +22,13 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("tree")(tree.tree)
-app.command("answers")(train.answers)
+app.command("prompts")(prompts.prompts)
+app.command("answers")(answers.answers)
 app.command("train", short_help="Train a draft head for a target.")(train.train)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
+app.command("theory")(theory.theory)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -45,7 +48,8 @@ def _root(
 
 def verbs() -> list[str]:
     """The verbs, in the order of the help page."""
-    return [command.name for command in app.registered_commands if command.name]
+    commands = [command.name for command in app.registered_commands]
+    return [name for name in (*commands, *(group.name for group in app.registered_groups)) if name]
 
 
 def arguments(argv: Sequence[str]) -> list[str]:

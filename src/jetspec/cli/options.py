@@ -49,7 +49,9 @@ Budget = Annotated[
 ]
 Grow = Annotated[
     str,
-    typer.Option("--grow", metavar="NAME", help="How trees are grown: best-first, beam or chain."),
+    typer.Option(
+        "--grow", metavar="NAME", help="How trees are grown: best-first, beam, chain, accum or dynamic."
+    ),
 ]
 Dtype = Annotated[
     str,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
-from jetspec.decode.round import Budget, Outcome, decode_round
+from jetspec.decode.round import Budget, Outcome, Walker, decode_round
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
@@ -59,6 +59,7 @@ class Engine:
         self.budget: Budget = FixedBudget(budget) if isinstance(budget, int) else budget
         self.grow = GROW[grow]
         self.max_batch = max_batch
+        self.walker: Walker | None = None  # see decode_round; for methods with another acceptance rule
         self.cache = target.new_cache()
         self.stats = Stats()
         self._waiting: deque[Sequence] = deque()
@@ -94,16 +95,20 @@ class Engine:
 
     def step(self) -> list[Outcome]:
         """Admit, prefill one chunk, and decode one round of all sequences that are ready."""
-        while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
-            sequence = self._waiting.popleft()
-            self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
-            self._prefilling.append(sequence)
+        self._admit()
         if self._prefilling:
             self._prefill()
         if not self._running:
             return []
         outcomes = decode_round(
-            self._running, self.target, self.drafter, self.grow, self.budget, self.cache, self.stats
+            self._running,
+            self.target,
+            self.drafter,
+            self.grow,
+            self.budget,
+            self.cache,
+            self.stats,
+            self.walker,
         )
         for outcome in outcomes:
             if outcome.sequence.finished is not None:
@@ -137,6 +142,19 @@ class Engine:
         for _ in self.run(sequences):
             pass
         return sequences
+
+    def prefill(self) -> None:
+        """Admit as many requests as fit and prefill them to the end, without decoding a round; for
+        measurements."""
+        self._admit()
+        while self._prefilling:
+            self._prefill()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
+            sequence = self._waiting.popleft()
+            self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
+            self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
         """Cache the next piece of the waiting prompts, first come first served, at most PREFILL_ROWS tokens

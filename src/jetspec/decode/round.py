@@ -5,8 +5,9 @@ Plain decoding is this round with the drafter off or the budget 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -56,6 +57,10 @@ class Outcome(NamedTuple):
         stats.record(self.tree.budget, self.tree.depth, self.accepted, len(self.emissions))
 
 
+# From a tree and the logits [n, V] of its rows to the accepted path and the token after it.
+Walker: TypeAlias = Callable[[Sequence, Tree, Tensor], tuple[list[int], int]]
+
+
 def decode_round(
     sequences: Many[Sequence],
     target: Target,
@@ -64,25 +69,31 @@ def decode_round(
     budget: Budget,
     cache: KVCache,
     stats: Stats,
+    walker: Walker | None = None,
 ) -> list[Outcome]:
     """Draft, verify and commit once. Each sequence emits between 1 and depth + 1 tokens.
+
+    `walker` takes the place of the walk along the target's own picks for requests above temperature 0, for
+    methods whose published rule is another one; the text is then not that of plain decoding.
 
     Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the
     drafter observed, because the root is not cached yet.
     """
     with stats.phase("draft"):
-        limits = [budget.limit(s) for s in sequences]
+        limits = budget.limits(sequences)
         proposals = drafter.propose(sequences) if any(limits) else [None] * len(sequences)
     with stats.phase("build"):
         grown = [_grow(s, p, n, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
-        trees = budget.cut(grown)
+        trees = budget.cut(sequences, grown)
         plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
     with stats.phase("verify"):
         output = target.forward(plan, cache, drafter.taps, drafter.needs_hidden)
         assert output.logits is not None
         stats.forwards += 1
         walks = [
-            _walk(s, tree, output.logits[segment.start : segment.start + segment.count])
+            (_walk if walker is None or s.sampling.greedy else walker)(
+                s, tree, output.logits[segment.start : segment.start + segment.count]
+            )
             for s, tree, segment in zip(sequences, trees, plan.segments, strict=True)
         ]
     outcomes: list[Outcome] = []
@@ -94,7 +105,6 @@ def decode_round(
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
             outcomes.append(Outcome(s, tree, path, emissions))
             outcomes[-1].count_in(stats)
-            budget.record(s, tree, path)
     return outcomes
 
 

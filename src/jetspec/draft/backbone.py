@@ -17,6 +17,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.target.attention import Visibility
 from jetspec.target.cache import KVCache
 from jetspec.target.linear import Linear
+from jetspec.target.native_decoder import NativeStack
 from jetspec.target.plan import Plan, Segment
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.target.transformer import Layer, Transformer, rms_norm
@@ -44,8 +45,11 @@ class Backbone:
         config, device, dtype = head.config, transformer.device, transformer.dtype
         weights = {name: tensor.to(device, dtype) for name, tensor in head.weights.items()}
         self.config, self.model, self.weights = config, config.model, weights
-        self.embed = transformer.embed
         model = self.model
+        own_ends = [weights.get(name) for name in config.copied_shapes()]
+        embedding, matrix = own_ends if own_ends else (None, transformer.output_matrix)
+        assert matrix is not None
+        self._embedding = embedding if embedding is not None else transformer.embedding
         self.fusion = Linear(weights["fc.weight"])
         context = [
             weights[f"layers.{i}.self_attn.{part}_proj.weight"]
@@ -54,7 +58,8 @@ class Backbone:
         ]
         self.context = Linear(torch.cat(context))  # every layer's keys and values in one product
         self.layers = [Layer(model, index, weights, prefix="") for index in range(model.num_layers)]
-        self.output = Linear(transformer.output_matrix[vocab])
+        self.native = NativeStack.build(model, self.layers, dtype, device)
+        self.output = Linear(matrix[vocab])
         self.direct = Linear(weights["direct_proj.weight"]) if config.direct else None
         self.mask_row = self.embed(torch.tensor([config.mask_token_id], device=device))  # [1, H]
         self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
@@ -72,6 +77,10 @@ class Backbone:
         if sum(part.shape[0] for part in parts) >= _FLUSH_ROWS:
             self._project([key])
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows [..., H] of the embedding table: the target's, or the head's copy of it."""
+        return self._embedding[ids]
+
     def free(self, key: int) -> None:
         """Forget a sequence."""
         self._pending.pop(key, None)
@@ -84,8 +93,8 @@ class Backbone:
         """Draft one block per sequence.
 
         Returns:
-            hidden [B, D, H], the normed state of slots 1..D, and their logits [B, D, Vd] before any path
-            scorer.
+            hidden [B, D, H], the normed states of the slots that predict depths 1..D, and their logits
+            [B, D, Vd] before any path scorer.
         """
         for key in keys:
             if key not in self.cache:  # a prompt of one token has no context yet
@@ -96,15 +105,18 @@ class Backbone:
         plan = self._plan(keys)
         rotary = self.rotary.at(plan.positions, int(plan.positions.max()))
         groups = self.model.num_heads // self.model.num_kv_heads
-        masks = {w: Visibility(plan, self.cache, groups, w, x.dtype) for w in set(self.model.windows)}
-        for layer in self.layers:
-            x = layer(x, plan, self.cache, rotary, masks[self.model.windows[layer.index]])
+        if self.native is not None:
+            self.native.run(x, plan, self.cache, rotary)
+        else:
+            masks = {w: Visibility(plan, self.cache, groups, w, x.dtype) for w in set(self.model.windows)}
+            for layer in self.layers:
+                x = layer(x, plan, self.cache, rotary, masks[self.model.windows[layer.index]])
         for key in keys:
             self.cache.keep(key, [])  # the block's rows do not persist
-        x = x.view(len(keys), block, -1)[:, 1:]
+        x = x.view(len(keys), block, -1)[:, self.config.first_slot :]
         hidden = rms_norm(x, self.weights["norm.weight"], self.model.rms_norm_eps)
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
-        return hidden, logits.view(len(keys), block - 1, -1)
+        return hidden, logits.view(len(keys), self.config.depth, -1)
 
     def _slots(self, keys: Many[int], roots: Many[int]) -> Tensor:
         """The block's input: the root's embedding, then mask embeddings, plus the optional parts."""

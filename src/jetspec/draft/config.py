@@ -1,8 +1,7 @@
-"""What a draft head is: the shape of its layers, its block, its taps, and which optional parts it has.
+"""What a block head is: the shape of its layers, its block, its taps, and which optional parts it has.
 
-Read from and written to the public DFlash/JetSpec `config.json` plus one object
-`jet` for what that format cannot say. Where two keys say the same thing they must agree: a silent
-disagreement shows only as low acceptance.
+One record for JetSpec, DFlash and DSpark heads, which differ in switches only. How it is written is in
+`jetspec.draft.public_format`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jetspec.draft.config_keys import agree, causal, rope_values, whole, window_values
-from jetspec.errors import HeadError, ModelError
+from jetspec.errors import HeadError
 from jetspec.target.config import ModelConfig
 
-FORMAT_VERSION = 1
-SCORERS = ("none", "vanilla", "gated")
+SCORERS = ("none", "vanilla", "gated", "rnn")
+ALIGNMENTS = ("in_place", "shifted")
+LAYOUTS = ("dflash", "specforge", "deepspec")
 
 
 def default_tap_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -33,20 +32,27 @@ def default_tap_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head in the in-place alignment: slot k of a block predicts the token at root + k; slot 0 is
-    the root itself.
+    """A draft head: a block of slots, the root's first, through a few layers.
 
     model          shape of the draft layers (Qwen3 style: QK-norm, no biases)
-    block_size     slots per block, root included; depth = block_size - 1
+    block_size     slots per block, root included
     taps           zero-based target layers whose OUTPUTS are read, in this order
     mask_token_id  the token whose embedding fills the open slots
     target_layers  layers of the target it belongs to
     causal         slots see only earlier slots of their block (JetSpec) or all of them (DFlash)
     direct         every slot also gets one linear map of the root's embedding and the last taps
     slot_embedding every slot also gets a learned vector of its own
-    scorer         what a child's log-prob knows of its parent's token: "none", "vanilla" or "gated"
-                   (DSpark's names)
+    scorer         what a child's log-prob knows of its path: nothing ("none"), its parent's token ("vanilla",
+                   "gated") or, through a recurrent state, all its ancestors ("rnn"); DSpark's names
     rank           of the scorer; 0 with "none"
+    alignment      "in_place": slot k predicts the token at root + k, and slot 0 nothing, so the depth is
+                   block_size - 1 (DFlash, JetSpec). "shifted": slot k predicts the token at root + k + 1, and
+                   the depth is block_size (DSpark)
+    confidence     a head that states, per slot and parent, the chance that the next token is accepted
+    confidence_with_markov   whether it reads the parent's row of the scorer, too
+    layout         how the folder is written: "dflash" (public DFlash/JetSpec), or for DSpark "specforge" or
+                   "deepspec", which brings copies of the target's embedding and output matrix
+    notes          keys of a public config.json that say how the head was trained; written back as found
     """
 
     model: ModelConfig
@@ -59,10 +65,25 @@ class HeadConfig:
     slot_embedding: bool = False
     scorer: str = "none"
     rank: int = 0
+    alignment: str = "in_place"
+    confidence: bool = False
+    confidence_with_markov: bool = True
+    layout: str = "dflash"
+    notes: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise HeadError(f"block_size is {self.block_size}; a head needs at least 2 slots")
+        if self.alignment not in ALIGNMENTS:
+            raise HeadError(f"alignment {self.alignment!r} is unknown; valid: {', '.join(ALIGNMENTS)}")
+        least = 2 if self.alignment == "in_place" else 1
+        if self.block_size < least:
+            raise HeadError(f"block_size is {self.block_size}; a head needs at least {least} slots")
+        if self.layout not in LAYOUTS:
+            raise HeadError(f"layout {self.layout!r} is unknown; valid: {', '.join(LAYOUTS)}")
+        if self.confidence and self.confidence_with_markov and self.scorer == "none":
+            raise HeadError(
+                "the confidence head reads rows of a path scorer that the head does not have; "
+                "set confidence_head_with_markov to false, or give the head a scorer"
+            )
         if self.scorer not in SCORERS:
             raise HeadError(f"head_type {self.scorer!r} is unknown; valid: {', '.join(SCORERS)}")
         if (self.rank > 0) != (self.scorer != "none"):
@@ -93,8 +114,11 @@ class HeadConfig:
         slot_embedding: bool = True,
         scorer: str = "gated",
         rank: int = 64,
+        **parts: Any,
     ) -> HeadConfig:
-        """A head with the target's own widths. `taps` None follows `default_tap_layers`."""
+        """A head with the target's own widths. `taps` None follows `default_tap_layers`; `parts` are further
+        fields.
+        """
         model = replace(
             target,
             family="qwen3",
@@ -120,12 +144,25 @@ class HeadConfig:
             slot_embedding,
             scorer,
             rank,
+            **parts,
         )
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts depth 1."""
+        return 1 if self.alignment == "in_place" else 0
 
     @property
     def depth(self) -> int:
         """Deepest node that one block can draft."""
-        return self.block_size - 1
+        return self.block_size - self.first_slot
+
+    @property
+    def method(self) -> str:
+        """The family that such heads belong to: "jetspec", "dflash" or "dspark"."""
+        if self.alignment == "shifted":
+            return "dspark"
+        return "jetspec" if self.causal else "dflash"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of such a head, the public ones first (a draft vocabulary is
@@ -162,100 +199,31 @@ class HeadConfig:
         if self.scorer == "gated":
             shapes["markov_head.gate_proj.weight"] = (self.rank, h + self.rank)
             shapes["markov_head.gate_proj.bias"] = (self.rank,)
+        if self.scorer == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * self.rank, 2 * self.rank + h)
+            shapes["markov_head.joint_proj.bias"] = (3 * self.rank,)
+        if self.confidence:
+            width = h + (self.rank if self.confidence_with_markov else 0)
+            shapes["confidence_head.proj.weight"] = (1, width)
+            shapes["confidence_head.proj.bias"] = (1,)
         return shapes
 
+    def copied_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Frozen copies of the target's ends that a DeepSpec folder brings along."""
+        if self.layout != "deepspec":
+            return {}
+        ends = (self.model.vocab_size, self.model.hidden_size)
+        return {"embed_tokens.weight": ends, "lm_head.weight": ends}
+
     def to_dict(self) -> dict[str, Any]:
-        """The public `config.json`, with causality written under all keys that readers know, plus `jet`."""
-        m = self.model
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-            "hidden_size": m.hidden_size,
-            "intermediate_size": m.intermediate_size,
-            "num_hidden_layers": m.num_layers,
-            "num_attention_heads": m.num_heads,
-            "num_key_value_heads": m.num_kv_heads,
-            "head_dim": m.head_dim,
-            "vocab_size": m.vocab_size,
-            "rms_norm_eps": m.rms_norm_eps,
-            **rope_values(m.rope),
-            "max_position_embeddings": m.max_positions,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            **window_values(m),
-            "tie_word_embeddings": False,
-            "block_size": self.block_size,
-            "num_target_layers": self.target_layers,
-            "is_causal": self.causal,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.taps),
-                "block_size": self.block_size,
-                "causal": self.causal,
-                "causal_head": self.causal,
-            },
-            "jet": {
-                "format_version": FORMAT_VERSION,
-                "alignment": "in_place",
-                "mask": "causal" if self.causal else "bidirectional",
-                "layer_id_convention": "output",
-                "head_type": self.scorer,
-                "rank": self.rank,
-                "direct": self.direct,
-                "slot_embedding": self.slot_embedding,
-            },
-        }
+        """The public `config.json`; see `jetspec.draft.public_format`."""
+        from jetspec.draft.public_format import to_public
+
+        return to_public(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> HeadConfig:
-        """Read a public or own `config.json`.
+        """Read a public or own `config.json`; see `jetspec.draft.public_format`. Raises HeadError."""
+        from jetspec.draft.public_format import from_public
 
-        Raises HeadError for a missing key, for keys that contradict each other, and for heads of another
-        kind.
-        """
-        inner = values.get("dflash_config") if isinstance(values, dict) else None
-        if not isinstance(inner, dict):
-            raise HeadError(
-                "config.json has no dflash_config, so this is not a DFlash/JetSpec head; "
-                "give the folder of one"
-            )
-        jet = values.get("jet") or {}
-        if not isinstance(jet, dict):
-            raise HeadError(f"config.json: jet is {jet!r}; valid: an object")
-        if whole("jet.format_version", jet.get("format_version", FORMAT_VERSION)) > FORMAT_VERSION:
-            raise HeadError(
-                f"the head was written in format {jet['format_version']}, this version reads up to "
-                f"{FORMAT_VERSION}; upgrade jetspec"
-            )
-        if jet.get("alignment", "in_place") != "in_place" or any(
-            values.get(key) or inner.get(key)
-            for key in ("shift_label", "draft_shift", "sample_from_anchor", "dspark_bonus_anchor")
-        ):
-            raise HeadError(
-                "the head is trained in the shifted alignment (DSpark), which this drafter cannot run; "
-                "valid: in_place"
-            )
-        try:
-            model = ModelConfig.from_dict({**values, "model_type": "qwen3", "architectures": None})
-        except ModelError as error:
-            raise HeadError(f"the head's {error}") from None
-        taps = agree("target_layer_ids", inner.get("target_layer_ids"), values.get("target_layer_ids"))
-        if not isinstance(taps, list):
-            raise HeadError(f"config.json: target_layer_ids is {taps!r}; valid: a list of layer numbers")
-
-        def number(key: str) -> int:
-            return whole(key, agree(key, values.get(key), inner.get(key)))
-
-        return HeadConfig(
-            model=model,
-            block_size=number("block_size"),
-            taps=tuple(whole("target_layer_ids", n) for n in taps),
-            mask_token_id=number("mask_token_id"),
-            target_layers=number("num_target_layers"),
-            causal=causal(values, inner, jet),
-            direct=bool(jet.get("direct", False)),
-            slot_embedding=bool(jet.get("slot_embedding", False)),
-            scorer=str(jet.get("head_type", "none")),
-            rank=whole("jet.rank", jet.get("rank", 0)),
-        )
+        return from_public(values)

@@ -1,4 +1,7 @@
-"""The block drafter: one forward of a small head drafts every depth of a tree (JetSpec, arXiv 2606.18394)."""
+"""The block drafter: one forward of a small head drafts every depth of a tree.
+
+One class for JetSpec (arXiv 2606.18394), DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147) heads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from torch import Tensor
 
 from jetspec.draft.backbone import Backbone
 from jetspec.draft.checkpoint import Head
-from jetspec.draft.path_scorer import Marginals, MarkovScorer
+from jetspec.draft.confidence import ConfidentScorer
+from jetspec.draft.path_scorer import Marginals, MarkovScorer, Scorer
+from jetspec.draft.recurrent import RecurrentScorer
 from jetspec.errors import HeadError
 from jetspec.sequence import Sequence
 from jetspec.target.target import Target
@@ -17,25 +22,32 @@ from jetspec.tree.proposal import Proposal
 
 
 class BlockDrafter:
-    """A DFlash- or JetSpec-style head on a target: causal or bidirectional, with or without a path scorer.
+    """A block head on a target: causal or bidirectional, in place or shifted, with or without a path scorer.
 
-    Raises HeadError if the head was made for a target of another shape.
+    name          "jetspec", "dflash" or "dspark"
+    default_grow  the builder that the family was published with: "best-first" or "chain". A best-first tree
+                  over a DFlash head's marginals is DDTree (arXiv 2604.12989)
+
+    Args:
+        confidence_threshold: nodes below which the confidence head sees less than this chance of acceptance
+            get no children, so a chain ends at its first doubtful depth; 0 drafts whole blocks. It has no
+            effect on a head without a confidence head.
+
+    Raises HeadError if the head was made for a target of another shape, OptionError if the threshold is not
+    in 0..1.
     """
 
     needs_hidden = False
 
-    def __init__(self, head: Head, target: Target) -> None:
+    def __init__(self, head: Head, target: Target, *, confidence_threshold: float = 0.0) -> None:
         check_fits(head, target)
-        self.name = "jetspec" if head.config.causal else "dflash"
+        self.name = head.config.method
+        self.default_grow = "best-first" if self.name == "jetspec" else "chain"
         self.head = head
         vocab = head.vocab if head.vocab is not None else torch.arange(target.config.vocab_size)
         vocab = vocab.to(target.device)
         self.backbone = Backbone(head, target.transformer, vocab)
-        self.scorer = (
-            Marginals(vocab)
-            if head.config.scorer == "none"
-            else MarkovScorer(head, vocab, target.dtype, target.device)
-        )
+        self.scorer = make_scorer(head, vocab, target.dtype, target.device, confidence_threshold)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -56,6 +68,22 @@ class BlockDrafter:
     def free(self, key: int) -> None:
         """Forget a sequence."""
         self.backbone.free(key)
+
+
+def make_scorer(
+    head: Head, vocab: Tensor, dtype: torch.dtype, device: torch.device, confidence_threshold: float = 0.0
+) -> Scorer:
+    """What turns the states and logits of a head's block into proposals."""
+    scorer: Scorer
+    if head.config.scorer == "none":
+        scorer = Marginals(vocab)
+    elif head.config.scorer == "rnn":
+        scorer = RecurrentScorer(head, vocab, dtype, device)
+    else:
+        scorer = MarkovScorer(head, vocab, dtype, device)
+    if head.config.confidence:
+        scorer = ConfidentScorer(head, scorer, confidence_threshold, dtype, device)
+    return scorer
 
 
 def check_fits(head: Head, target: Target) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jetspec.draft.base import Drafter
 from jetspec.draft.checkpoint import load_head
+from jetspec.draft.eagle3 import eagle3_drafter
+from jetspec.draft.eagle3_format import load_eagle3
 from jetspec.draft.jetspec import BlockDrafter
+from jetspec.draft.mtp import mtp_drafter
+from jetspec.draft.mtp_format import load_mtp
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
 from jetspec.errors import HeadError
 from jetspec.target.storage import user_path
@@ -30,7 +36,7 @@ def load_drafter(head: str | Path, target: Target) -> Drafter:
         return Off()
     if name == "auto":
         folder = packaged_head(target.name)
-        return Off() if folder is None else BlockDrafter(load_head(folder), target)
+        return Off() if folder is None else folder_drafter(folder, target)
     if name == "random":
         return Random(seed=0, vocab=target.config.vocab_size, depth=_STUB_DEPTH, width=3)
     if name == "echo":
@@ -40,7 +46,43 @@ def load_drafter(head: str | Path, target: Target) -> Drafter:
     folder = user_path(name)
     if not folder.exists():
         raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
-    return BlockDrafter(load_head(folder), target)
+    return folder_drafter(folder, target)
+
+
+def folder_drafter(folder: Path, target: Target, *, confidence_threshold: float = 0.0) -> Drafter:
+    """The drafter of a head's folder, of any family.
+
+    confidence_threshold: of a DSpark head, see `BlockDrafter`; other heads ignore it.
+
+    Raises HeadError if the head cannot be read or belongs to another target.
+    """
+    kind = head_kind(folder)
+    if kind == "eagle3":
+        return eagle3_drafter(load_eagle3(folder), target)
+    if kind == "mtp":
+        return mtp_drafter(load_mtp(folder), target)
+    return BlockDrafter(load_head(folder), target, confidence_threshold=confidence_threshold)
+
+
+def head_kind(folder: Path) -> str:
+    """Which layout a head's folder is in: "eagle3", "mtp", or "block" (JetSpec, DFlash, DSpark), which also
+    stands for a folder that cannot be read: its loader says what is wrong.
+    """
+    try:
+        values: Any = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return "block"
+    if not isinstance(values, dict) or "dflash_config" in values or "markov_rank" in values:
+        return "block"
+    jet = values.get("jet")
+    names = values.get("architectures")
+    stated = jet.get("head") if isinstance(jet, dict) else None
+    if stated == "mtp":
+        return "mtp"
+    eagle = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    if stated == "eagle3" or eagle or "draft_vocab_size" in values or "eagle_config" in values:
+        return "eagle3"
+    return "block"
 
 
 def packaged_head(target_name: str) -> Path | None:

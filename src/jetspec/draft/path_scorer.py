@@ -2,19 +2,43 @@
 
 The backbone gives every depth one distribution, whatever the parent is. The scorer adds a low-rank term of
 the parent's token (DSpark's Markov head, arXiv 2607.05147), evaluated only
-between each depth's candidates, so a tree of any shape costs one small batched product.
+between each depth's candidates, so a tree of any shape costs one small batched product. The recurrent form,
+which knows the whole path, is in `jetspec.draft.recurrent`.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from jetspec.draft.checkpoint import Head
+from jetspec.target.linear import Linear
 from jetspec.tree.proposal import MarginalProposal, MarkovProposal, Proposal
 
 CANDIDATES = 64  # per depth
 _PARENTS = 16  # most probable tokens of a depth whose mean bias helps to choose the next depth's candidates
+
+
+def expected_rows(base: Tensor, root_rows: Tensor, parent_rows: Tensor, vocab: Tensor) -> Tensor:
+    """The scorer's row of the parent that each depth can expect: the root's for the first, else the mean over
+    likely tokens of the depth before.
+
+    base [B, D, Vd] logits, root_rows [B, r], parent_rows [V, r], vocab [Vd] to [B, D, r].
+    """
+    likely, place = base[:, :-1].topk(min(_PARENTS, base.shape[-1]), dim=-1)  # [B, D-1, P]
+    parents = parent_rows[vocab[place]]  # [B, D-1, P, r]
+    shares = likely.softmax(-1).unsqueeze(-1).to(parents.dtype)
+    return torch.cat([root_rows.unsqueeze(1), (parents * shares).sum(2)], dim=1)
+
+
+class Scorer(Protocol):
+    """What turns a block's states and logits into proposals."""
+
+    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
+        ...
 
 
 class Marginals:
@@ -48,6 +72,7 @@ class MarkovScorer:
         self.vocab = vocab
         self.parent_rows = weights["markov_head.markov_w1.weight"]  # [V, r], by token id
         self.child_rows = weights["markov_head.markov_w2.weight"][vocab]  # [Vd, r]
+        self._to_children = Linear(self.child_rows)
         self.gate = weights.get("markov_head.gate_proj.weight")  # [r, H + r]
         self.gate_bias = weights.get("markov_head.gate_proj.bias")
 
@@ -58,13 +83,9 @@ class MarkovScorer:
         gates = self._state_gate(hidden)  # [B, D, 1, r] or None
         root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
         base = logits.float()
-        # The expected parent of each depth: the root for the first, else likely tokens of the depth before.
-        likely, place = base[:, :-1].topk(min(_PARENTS, width), dim=-1)  # [B, D-1, P]
-        parents = self.parent_rows[self.vocab[place]]  # [B, D-1, P, r]
-        shares = likely.softmax(-1).unsqueeze(-1).to(parents.dtype)
-        expected = torch.cat([root_rows.unsqueeze(1), (parents * shares).sum(2)], dim=1)  # [B, D, r]
+        expected = expected_rows(base, root_rows, self.parent_rows, self.vocab)  # [B, D, r]
         terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
-        marginal = base + (terms @ self.child_rows.T).float()
+        marginal = base + self._to_children(terms.flatten(0, 1)).view_as(base).float()
         logps = marginal.log_softmax(-1)
         top, index = logps.topk(min(CANDIDATES, width), dim=-1)  # [B, D, K]
         cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import mmap
+import statistics
 import time
 from functools import cache
 from typing import ClassVar
@@ -175,29 +175,33 @@ class _Arena:
 _arena = _Arena()
 
 
-def read_speed(megabytes: int = 512, repeats: int = 7) -> float:
-    """Bytes per second that all threads read from memory together: the best of some runs over a block that
-    no cache holds.
+class ReadProbe:
+    """Measures how fast all threads together read memory that no cache holds.
+
+    Take medians of several reads, spread over the time of what they are compared with: the speed of a shared
+    machine's memory comes and goes.
     """
-    block = _arena.take(megabytes << 18, torch.float32)
-    block.fill_(1.0)
-    best = math.inf
-    for _ in range(repeats):
+
+    def __init__(self, megabytes: int = 512) -> None:
+        self._block = _arena.take(megabytes << 18, torch.float32)
+        self._block.fill_(1.0)
+
+    def read(self) -> float:
+        """Bytes per second of one read of the block."""
         start = time.perf_counter()
-        _library().jetspec_read(block.data_ptr(), block.numel())
-        best = min(best, time.perf_counter() - start)
-    return block.numel() * 4 / best
+        _library().jetspec_read(self._block.data_ptr(), self._block.numel())
+        return self._block.numel() * 4 / (time.perf_counter() - start)
 
 
-def product_speed(rows: int = 252, repeats: int = 7) -> float:
-    """Floating-point operations per second of a large product: the best of some runs."""
+def product_speed(rows: int = 252, repeats: int = 9) -> float:
+    """Floating-point operations per second of a large product: the median of some runs."""
     matrix, x = PackedMatrix(torch.rand(3072, 576) + 0.1), torch.rand(rows, 576)
-    best = math.inf
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         matrix.product(x)
-        best = min(best, time.perf_counter() - start)
-    return 2 * rows * 3072 * 576 / best
+        seconds.append(time.perf_counter() - start)
+    return 2 * rows * 3072 * 576 / statistics.median(seconds)
 
 
 def _library() -> ctypes.CDLL:

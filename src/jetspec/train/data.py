@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,6 +31,9 @@ class Entry:
     length: int
     prompt_len: int
     temperature: float
+
+
+_FEATURES = ("taps", "hidden")
 
 
 class Corpus:
@@ -58,8 +63,11 @@ class Corpus:
         paths = [path for have in found for path in have]
         if not paths:
             raise DataError(f"no answers in {', '.join(map(str, folders))}; run `jetspec answers` first")
-        self.taps = shard_taps(paths[0])
-        if any(shard_taps(path) != self.taps for path in paths):
+        self.recorded = shard_taps(paths[0])
+        self.taps = self.recorded
+        self._columns: list[int] | None = None
+        self._resident: dict[Path, dict[str, Tensor]] = {}
+        if any(shard_taps(path) != self.recorded for path in paths):
             raise DataError(
                 "the answer folders hold different taps; train from folders made with the same ones"
             )
@@ -69,6 +77,35 @@ class Corpus:
         self.held_out = [entry for n, entry in enumerate(usable) if n % holdout == 0]
         if not self.training:
             raise DataError("all answers are shorter than 2 tokens, nothing can be learnt from them")
+
+    def with_taps(self, taps: Many[int]) -> Corpus:
+        """The same answers, of whose recorded taps only `taps` are handed out, in the given order.
+
+        Raises DataError naming a layer that was not recorded.
+        """
+        lacking = [layer for layer in taps if layer not in self.recorded]
+        if lacking:
+            raise DataError(
+                f"the answers hold the taps of layers {list(self.recorded)}, but the head reads layer "
+                f"{lacking[0]}; give the head taps among these, or answer the prompts again with its own"
+            )
+        chosen = copy(self)
+        chosen.taps = tuple(taps)
+        same = chosen.taps == self.recorded
+        chosen._columns = None if same else [self.recorded.index(layer) for layer in taps]
+        return chosen
+
+    def resident(self, device: torch.device | str) -> Corpus:
+        """The same answers with all features on a device, float16 as they are on disk, so that batches are
+        put together there.
+        """
+        moved = copy(self)
+        paths = {entry.path for entry in (*self.training, *self.held_out)}
+        moved._resident = {
+            path: dict(zip(_FEATURES, (x.to(device) for x in shard_columns(path, *_FEATURES)), strict=True))
+            for path in sorted(paths)
+        }
+        return moved
 
     @property
     def answer_tokens(self) -> int:
@@ -89,11 +126,19 @@ class Corpus:
 
     def taps_of(self, entry: Entry) -> Tensor:
         """Taps [length, taps * H] float32."""
-        return _rows(entry, "taps").float()
+        rows = self._features(entry, "taps")
+        if self._columns is not None:
+            rows = rows.view(len(rows), len(self.recorded), -1)[:, self._columns].flatten(1)
+        return rows.float()
 
     def hidden_of(self, entry: Entry) -> Tensor:
         """Final normed states [length, H] float32; row t gives the law of token t + 1."""
-        return _rows(entry, "hidden").float()
+        return self._features(entry, "hidden").float()
+
+    def _features(self, entry: Entry, name: str) -> Tensor:
+        if not self._resident:
+            return _rows(entry, name)
+        return self._resident[entry.path][name][entry.start : entry.start + entry.length]
 
 
 def _index(path: Path) -> list[Entry]:
@@ -114,24 +159,80 @@ def _rows(entry: Entry, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """n answers with A anchors each; D slots per anchor are supervised.
+    """n answers with A anchors each; D tokens behind each anchor are supervised.
 
-    An anchor a is the position of a root: context is every row before it, slot k stands at a + k and learns
-    token a + k.
+    An anchor a is the position of a root: context is every row before it, and depth d (1..D) learns token
+    a + d, whose parent is token a + d - 1. Everything behind the end of an answer is zero.
 
-    taps [n, T, taps * H], zero-padded; anchors [n, A]; roots [n, A]; last_taps [n, A, taps * H], row a - 1;
-    parents [n, A, D], token a + k - 1; teacher [U, H], states that give the laws to learn; teacher_row [n,
-    A, D] into it; weight [n, A, D], 0 where the answer has ended.
+    entries  the n answers
+    tokens   [n, T + D] ids
+    lengths, prompt_lens   [n]
+    taps     [n, T, taps * H]
+    hidden   [n, T, H] final normed states; row t gives the target's law of token t + 1
+    anchors  [n, A]
+    weight   [n, A, D], the weight of each depth; 0 where the answer has ended
     """
 
+    entries: tuple[Entry, ...]
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lens: Tensor
     taps: Tensor
+    hidden: Tensor
     anchors: Tensor
-    roots: Tensor
-    last_taps: Tensor
-    parents: Tensor
-    teacher: Tensor
-    teacher_row: Tensor
     weight: Tensor
+
+    @property
+    def roots(self) -> Tensor:
+        """Ids of the roots [n, A]."""
+        return self.tokens.gather(1, self.anchors)
+
+    @property
+    def last_taps(self) -> Tensor:
+        """The newest taps that a root has, those of row a - 1: [n, A, taps * H]; zero at the first token."""
+        rows = self.taps[_column(self.anchors), (self.anchors - 1).clamp(min=0)]
+        return rows.masked_fill((self.anchors == 0).unsqueeze(-1), 0.0)
+
+    @property
+    def parents(self) -> Tensor:
+        """Ids of the tokens before the supervised ones, a .. a + D - 1: [n, A, D]."""
+        return self._behind(0)
+
+    @property
+    def labels(self) -> Tensor:
+        """Ids of the supervised tokens, a + 1 .. a + D: [n, A, D]; 0 where the answer has ended."""
+        return self._behind(1)
+
+    @property
+    def teacher(self) -> Tensor:
+        """States [n * T, H] that give the laws to learn."""
+        return self.hidden.flatten(0, 1)
+
+    @property
+    def teacher_row(self) -> Tensor:
+        """Row of `teacher` that gives the law of each supervised token: [n, A, D]."""
+        places = self._places().minimum(self.lengths[:, None, None] - 1)
+        return places + self.hidden.shape[1] * _column(places)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
+
+    def _places(self) -> Tensor:
+        depth = self.weight.shape[-1]
+        return self.anchors.unsqueeze(-1) + torch.arange(depth, device=self.anchors.device)  # [n, A, D]
+
+    def _behind(self, shift: int) -> Tensor:
+        places = self._places() + shift
+        return self.tokens[_column(places), places]
+
+
+def _column(like: Tensor) -> Tensor:
+    """0 .. n - 1 along the first axis, to index it together with `like`."""
+    rows = torch.arange(like.shape[0], device=like.device)
+    return rows.view(-1, *(1,) * (like.ndim - 1))
 
 
 def make_batch(corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: Tensor) -> Batch:
@@ -142,41 +243,48 @@ def make_batch(corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: T
         weights: [D], the weight of each depth.
     """
     depth = weights.shape[0]
-    taps = [corpus.taps_of(entry) for entry in entries]
-    longest = max(tap.shape[0] for tap in taps)
-    padded = taps[0].new_zeros(len(entries), longest, taps[0].shape[1])
-    for row, tap in zip(padded, taps, strict=True):
-        row[: tap.shape[0]] = tap
-    ids = torch.zeros(len(entries), longest + depth, dtype=torch.long)
+    longest = max(entry.length for entry in entries)
     lengths = torch.tensor([entry.length for entry in entries])
-    for row, entry in zip(ids, entries, strict=True):
-        row[: entry.length] = corpus.tokens(entry)
-    hidden = [corpus.hidden_of(entry) for entry in entries]
-    offsets = torch.tensor([0, *(h.shape[0] for h in hidden)])[:-1].cumsum(0)  # [n]
-    slots = anchors.unsqueeze(-1) + torch.arange(depth)  # [n, A, D]: position a + k - 1 of slot k's parent
-    present = slots + 1 < lengths[:, None, None]  # token a + k exists
-    which = torch.arange(len(entries))[:, None]
-    last = torch.where((anchors > 0).unsqueeze(-1), padded[which, (anchors - 1).clamp(min=0)], 0.0)
+    supervised = anchors.unsqueeze(-1) + torch.arange(1, depth + 1)  # [n, A, D]
     return Batch(
-        taps=padded,
+        entries=tuple(entries),
+        tokens=_stacked([corpus.tokens(entry) for entry in entries], longest + depth),
+        lengths=lengths,
+        prompt_lens=torch.tensor([entry.prompt_len for entry in entries]),
+        taps=_stacked([corpus.taps_of(entry) for entry in entries], longest),
+        hidden=_stacked([corpus.hidden_of(entry) for entry in entries], longest),
         anchors=anchors,
-        roots=ids[which, anchors],
-        last_taps=last,
-        parents=ids[which.unsqueeze(-1), slots],
-        teacher=torch.cat(hidden),
-        teacher_row=(offsets[:, None, None] + slots.minimum(lengths[:, None, None] - 1)),
-        weight=present * weights,
+        weight=(supervised < lengths[:, None, None]) * weights,
     )
 
 
+def _stacked(rows: Many[Tensor], length: int) -> Tensor:
+    """[n, length, ...], zero-padded."""
+    padded = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+    for row, values in zip(padded, rows, strict=True):
+        row[: values.shape[0]] = values
+    return padded
+
+
 def batches_at(
-    corpus: Corpus, step: int, *, seed: int, answers: int, anchors: int, weights: Tensor, part: int
+    corpus: Corpus,
+    step: int,
+    *,
+    seed: int,
+    answers: int,
+    anchors: int,
+    weights: Tensor,
+    part: int,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """The batch of a training step, in parts of `part` answers: the next `answers` of this epoch's order,
     `anchors` roots in each.
 
     Anchors are drawn at random, without replacement as far as an answer has enough of them. Answers of like
     length share a part, to save padding.
+
+    share: (i, n) gives every n-th answer of the batch from the i-th on, with the anchors that it has in the
+        whole batch.
     """
     per_epoch = max(1, len(corpus.training) // answers)
     epoch, place = divmod(step, per_epoch)
@@ -190,6 +298,7 @@ def batches_at(
         rounds = -(-anchors // count)
         picks = torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])[:anchors]
         drawn.append(first + picks)
+    entries, drawn = entries[share[0] :: share[1]], drawn[share[0] :: share[1]]
     for first in range(0, len(entries), part):
         rows = slice(first, first + part)
         yield make_batch(corpus, entries[rows], torch.stack(drawn[rows]), weights)

@@ -17,6 +17,14 @@ def append_log(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All records; lines that a kill cut off are left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines if _step(line) >= 0]
+
+
 def trim_log(path: Path, step: int) -> None:
     """Drop what lies behind `step`, because a run that was killed does those steps again, and a line cut
     off by the kill.

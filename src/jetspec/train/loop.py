@@ -7,7 +7,6 @@ weights, moments and counters of one step.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -19,31 +18,34 @@ from typing import Any
 import torch
 
 from jetspec.config import check_least, check_train_seed
-from jetspec.draft.checkpoint import save_head
-from jetspec.errors import DataError
-from jetspec.train.checkpoint import load_checkpoint, save_checkpoint
+from jetspec.errors import DataError, OptionError
+from jetspec.train.card import write_card
+from jetspec.train.checkpoint import load_checkpoint, save_batch, save_checkpoint
+from jetspec.train.curves import draw_curves
 from jetspec.train.data import Corpus, batches_at
+from jetspec.train.distributed import ALONE, Processes, make_learner, whole_tensor
 from jetspec.train.log import append_log, trim_log
-from jetspec.train.loss import depth_weights, fused_kl
-from jetspec.train.model import HeadModule, ScorerTables
-from jetspec.train.validate import Validation, validate
-from jetspec.tree import GROW
-
-VALIDATION = [("chain", GROW["chain"], 16), *(("best-first", GROW["best-first"], n) for n in (4, 8, 16, 32))]
+from jetspec.train.method import StepSums, TrainingMethod
+from jetspec.train.optim import OPTIMIZERS, make_optimizer
+from jetspec.train.validate import SETTINGS, Validation
 
 
 @dataclass(frozen=True)
 class LoopOptions:
     """How long and how fast to train.
 
-    steps        length of the schedule; None derives it from `minutes` once the speed of a step is known
+    steps        length of the schedule; None derives it from `epochs`, or else from `minutes` once the speed
+                 of a step is known
+    epochs       how often every answer is used
     answers, anchors   a batch is `answers` answers with `anchors` blocks in each
     part         answers that are worked on at once; a batch is split into such parts and gradients add up
     learning_rate, final_share   peak, and the share of it that the cosine ends at
-    decay        depth weights exp(-(k - 1) / decay); 0 is uniform
+    optimizer    "adamw", or "muon" for matrices with AdamW for the rest
+    warmup_share, clip   share of the steps in which the rate rises from 0; largest norm of the gradient
     """
 
     steps: int | None = None
+    epochs: float | None = None
     minutes: float = 30.0
     answers: int = 16
     anchors: int = 64
@@ -52,7 +54,7 @@ class LoopOptions:
     warmup_share: float = 0.03
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    decay: float = 4.0
+    optimizer: str = "adamw"
     part: int = 2
     seed: int = 0
     validate_minutes: float = 10.0
@@ -60,8 +62,11 @@ class LoopOptions:
     checkpoint_minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        check_least(1, steps=self.steps, answers_per_batch=self.answers, anchors=self.anchors)
-        check_least(0, minutes=self.minutes, rate=self.learning_rate, decay=self.decay)
+        check_least(1, steps=self.steps, answers_per_batch=self.answers, anchors=self.anchors, part=self.part)
+        check_least(0, epochs=self.epochs, minutes=self.minutes, rate=self.learning_rate, clip=self.clip)
+        check_least(0, warmup_share=self.warmup_share, final_share=self.final_share)
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"optimizer {self.optimizer!r} is unknown; valid: {', '.join(OPTIMIZERS)}")
         check_train_seed(self.seed)
 
 
@@ -79,27 +84,47 @@ class Report:
     validation: Validation | None = None
 
 
+class Paused(Exception):
+    """Training stopped before its end, as it was asked to, and a checkpoint holds all of it."""
+
+
 # Steps that measure the speed before a schedule in minutes is fixed; they count as training.
 _PROBE_STEPS = 12
 
 
 def train(
-    module: HeadModule,
+    method: TrainingMethod,
     corpus: Corpus,
-    vocab: torch.Tensor,
-    output: torch.Tensor,
     folder: Path,
     options: LoopOptions,
     manifest: dict[str, Any],
     on_report: Callable[[Report], None] = lambda report: None,
+    *,
+    device: torch.device | str = "cpu",
+    processes: Processes = ALONE,
+    autocast: torch.dtype | None = None,
+    pause: Callable[[], bool] | None = None,
 ) -> Path:
     """Train to the end of the schedule and save the head to `folder/head`; returns that folder.
 
-    Raises DataError on a loss that is not finite (the step is named and the last checkpoint stays).
+    Args:
+        device: where the method's tensors are.
+        processes: who trains this head; each calls this with the same arguments, and the first one writes
+            and reports.
+        autocast: type of matrix products in the forward and backward pass; see `Copies`.
+        pause: asked before every step whether to stop here for now.
+
+    Raises DataError on a loss that is not finite (the step and the file with its batch are named, and the
+    last checkpoint stays), and Paused.
     """
-    run = _Run(module, corpus, vocab, output, folder, options, manifest, on_report)
+    run = _Run(
+        method, corpus, folder, options, manifest, on_report, torch.device(device), processes, autocast
+    )
     run.resume()
     while run.steps is None or run.step < run.steps:
+        if pause is not None and processes.agree(float(pause())):
+            run.save()
+            raise Paused(f"paused at step {run.step}; the same call goes on from there")
         run.advance()
     return run.finish()
 
@@ -107,28 +132,53 @@ def train(
 class _Run:
     def __init__(
         self,
-        module: HeadModule,
+        method: TrainingMethod,
         corpus: Corpus,
-        vocab: torch.Tensor,
-        output: torch.Tensor,
         folder: Path,
         options: LoopOptions,
         manifest: dict[str, Any],
         on_report: Callable[[Report], None],
+        device: torch.device,
+        processes: Processes,
+        autocast: torch.dtype | None,
     ) -> None:
-        self.module, self.corpus, self.vocab, self.output = module, corpus, vocab, output
+        self.method, self.corpus, self.device, self.processes = method, corpus, device, processes
         self.folder, self.options, self.manifest, self.on_report = folder, options, manifest, on_report
-        self.weights = depth_weights(module.config.depth, options.decay)
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=0.0, fused=True
+        self._check_share()
+        self.learner = make_learner(method, processes, autocast)  # before the optimiser: it may shard weights
+        self.optimizer = make_optimizer(
+            method.module, options.optimizer, options.learning_rate, options.betas
         )
-        self.step, self.steps, self.seconds = 0, options.steps, 0.0
+        self.step, self.steps, self.seconds = 0, self._length(), 0.0
         self.validated = self.saved = 0.0
+
+    def _check_share(self) -> None:
+        """Every process needs an answer of each batch, and Muon whole matrices. Raises OptionError."""
+        answers = min(self.options.answers, len(self.corpus.training))
+        if answers < self.processes.size:
+            raise OptionError(
+                f"a batch has {answers} answers, too few for {self.processes.size} processes; start fewer "
+                "processes, or raise --answers-per-batch"
+            )
+        if self.processes.fsdp and self.options.optimizer != "adamw":
+            raise OptionError(
+                f"optimizer {self.options.optimizer!r} needs whole matrices; valid with --fsdp: adamw"
+            )
+
+    def _length(self) -> int | None:
+        """Steps, if they are known before the first one."""
+        options = self.options
+        if options.steps is not None or options.epochs is None:
+            return options.steps
+        return max(1, round(options.epochs * len(self.corpus.training) / options.answers))
 
     def resume(self) -> None:
         """Continue from the checkpoint of an earlier run in this folder, if there is one."""
-        state = load_checkpoint(self.folder, self.module, self.optimizer)
-        trim_log(self.folder / "log.jsonl", 0 if state is None else state["step"])
+        state = load_checkpoint(self.folder, self.method.module, self.optimizer)
+        step = 0 if state is None else state["step"]
+        self.processes.check_same(step, "checkpoint")  # and nobody writes before all have read
+        if self.processes.first:
+            trim_log(self.folder / "log.jsonl", step)
         if state is None:
             return
         wanted = json.loads(json.dumps(asdict(self.options)))
@@ -136,7 +186,7 @@ class _Run:
             key
             for key, value in wanted.items()
             if state["options"].get(key) != value
-            and not key.startswith(("validate", "checkpoint", "minutes", "steps"))
+            and not key.startswith(("validate", "checkpoint", "minutes", "steps", "epochs"))
         ]
         if different:
             raise DataError(
@@ -149,15 +199,15 @@ class _Run:
                 "use another folder or delete it"
             )
         self.step, self.seconds = state["step"], state["seconds"]
-        self.steps = state["steps"] if self.options.steps is None else self.options.steps
+        self.steps = state["steps"] if self._length() is None else self._length()
         self.validated = self.saved = self.seconds
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on, beside the shapes of tensors and the options."""
-        config = self.module.config
         return {
-            "head": [config.causal, config.mask_token_id, list(config.taps)],
-            "vocab": hashlib.sha256(self.vocab.numpy().tobytes()).hexdigest(),
+            "method": self.method.name,
+            "head": json.loads(json.dumps(self.method.identity())),
+            "taps": list(self.corpus.taps),
             "answers": len(self.corpus.training),
             "answer_tokens": self.corpus.answer_tokens,
         }
@@ -168,18 +218,19 @@ class _Run:
         rate = self._rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, by_depth, agree = self._learn()
+        sums = self._learn()
         self.step += 1
-        self.seconds += time.perf_counter() - start
+        self.seconds += self.processes.agree(time.perf_counter() - start)
         measured = self.steps is None and self.step >= _PROBE_STEPS
         if measured:
             per_step = self.seconds / self.step
             self.steps = max(self.step, round(self.options.minutes * 60 / per_step))
-        report = Report(self.step, self.steps or 0, self.seconds, loss, by_depth, agree, rate)
+        report = Report(self.step, self.steps or 0, self.seconds, sums.loss, sums.by_depth, sums.agree, rate)
         if self.seconds - self.validated >= self.options.validate_minutes * 60:
             self.validated = self.seconds
             report.validation = self.validation()
-        self._log(report)
+        if self.processes.first:
+            self._log(report)
         # A measured length is saved at once: measured again after a restart it would be another one.
         if measured or self.seconds - self.saved >= self.options.checkpoint_minutes * 60:
             self.save()
@@ -196,59 +247,44 @@ class _Run:
         low = options.final_share
         return options.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
 
-    def _learn(self) -> tuple[float, list[float], list[float]]:
+    def _learn(self) -> StepSums:
         """One optimiser step. The batch is worked off in parts, whose gradients add up."""
-        options, module = self.options, self.module
-        batches = list(
-            batches_at(
+        options, processes = self.options, self.processes
+        batches = [
+            batch.to(self.device)
+            for batch in batches_at(
                 self.corpus,
                 self.step,
                 seed=options.seed,
                 answers=options.answers,
                 anchors=options.anchors,
-                weights=self.weights,
+                weights=self.method.weights,
                 part=options.part,
+                share=(processes.rank, processes.size),
             )
-        )
-        total = float(sum(batch.weight.sum() for batch in batches))
-        tables = ScorerTables(module, batches, self.vocab)
+        ]
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        sums = torch.zeros(3, module.config.depth)  # per depth: KL, agreement, count
-        for batch in batches:
-            hidden = module(batch)  # [n, A, D, H]
-            terms = tables.terms(hidden, batch.parents)
-            result = fused_kl(
-                hidden.reshape(-1, hidden.shape[-1]),
-                None if terms is None else terms.reshape(-1, terms.shape[-1]),
-                tables.child_rows,
-                self.output,
-                batch.teacher,
-                batch.teacher_row.reshape(-1),
-                batch.weight.reshape(-1),
-                total,
-            )
-            result.loss.backward()
-            loss += float(result.loss.detach())
-            present = (batch.weight > 0).view(-1, batch.weight.shape[-1]).float()  # [n * A, D]
-            rows = (result.per_row.view_as(present), result.agree.view_as(present), torch.ones_like(present))
-            sums += torch.stack([(row * present).sum(0) for row in rows])
-        tables.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        sums = self.learner.learn(batches)
+        norm = float(
+            whole_tensor(torch.nn.utils.clip_grad_norm_(self.method.module.parameters(), options.clip))
+        )
+        if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+            found = {"loss": sums.loss, "gradient": norm}
+            kept = save_batch(self.folder, self.step, batches, found, processes.rank)
             raise DataError(
-                f"the loss of step {self.step} is {loss} and its gradient {norm}; "
-                "train with a lower learning rate in another folder"
+                f"the loss of step {self.step} is {sums.loss} and its gradient {norm}; its answers and "
+                f"anchors are in {kept}; train with a lower learning rate in another folder"
             )
         self.optimizer.step()
-        by_depth, agree = sums[0] / sums[2].clamp(min=1), sums[1] / sums[2].clamp(min=1)
-        return loss, by_depth.tolist(), agree.tolist()
+        return sums
 
-    def validation(self) -> Validation:
-        """tau on held-out answers that were made greedily."""
+    def validation(self) -> Validation | None:
+        """tau on held-out answers that were made greedily; None in all processes but the first."""
         greedy = [entry for entry in self.corpus.held_out if entry.temperature == 0.0]
-        chosen = greedy[: self.options.validate_answers]
-        return validate(self.module, self.corpus, chosen, self.vocab, self.output, VALIDATION)
+        with self.learner.whole():
+            if not self.processes.first:
+                return None
+            return self.method.validation(self.corpus, greedy[: self.options.validate_answers], SETTINGS)
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
@@ -261,12 +297,19 @@ class _Run:
             "shards": self.corpus.shards,
             "run": self._identity(),
         }
-        save_checkpoint(self.folder, self.module, self.optimizer, state)
+        write = self.processes.first
+        save_checkpoint(self.folder, self.method.module, self.optimizer, state, write=write)
 
     def finish(self) -> Path:
         """Save checkpoint and head; the manifest says how long it was trained and what it reached."""
         self.save()
         validation = self.validation()
+        with self.learner.whole():
+            if validation is not None:
+                self._write_head(validation)
+        return self.folder / "head"
+
+    def _write_head(self, validation: Validation) -> None:
         report = Report(self.step, self.step, self.seconds, math.nan, [], [], 0.0, validation)
         self._log(report)
         manifest = {
@@ -277,8 +320,8 @@ class _Run:
             "options": json.loads(json.dumps(asdict(self.options))),
             "validation": {"tau": validation.tau, "survival": validation.survival},
         }
-        save_head(self.folder / "head", self.module.to_head(self.vocab, manifest))
-        return self.folder / "head"
+        self.method.save(self.folder / "head", manifest)
+        write_card(self.folder / "head", manifest, self.folder / "log.jsonl")
 
     def _log(self, report: Report) -> None:
         self.on_report(report)
@@ -290,3 +333,5 @@ class _Run:
         if report.validation is None:
             del record["validation"]
         append_log(self.folder / "log.jsonl", record)
+        if report.validation is not None:
+            draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")

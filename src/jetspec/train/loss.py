@@ -1,83 +1,206 @@
-"""Forward KL from the target's law to the head's, over the draft vocabulary, without ever holding all logits.
+"""What a slot is to learn, over the draft vocabulary, without ever holding the logits of all slots.
 
-`reference_kl` says what is computed; `fused_kl` computes the same value and gradients chunk by chunk with
-the closed-form gradient q - p, so memory is chunk x Vd whatever the batch is. The objective is JetSpec's
-(arXiv 2606.18394).
+`reference_loss` says what is computed; `fused_loss` computes the same value and gradients chunk by chunk with
+gradients in closed form, so memory is chunk x Vd whatever the batch is.
+
+With p the target's law and q the head's, both over the draft vocabulary, a slot costs
+
+    kl * T^2 * KL(p_T || q_T)  +  ce * -log q(y)  +  l1 * sum_v |p - q|
+
+T softens both laws of the first term only; y is the token that the target really wrote. The sum is JetSpec's
+forward KL (arXiv 2606.18394) with kl alone, DFlash's cross-entropy (arXiv 2602.06036, appendix A) with ce
+alone, and DSpark's (arXiv 2607.05147) with 0.1 ce + 0.9 l1. Twice the total variation distance is the L1
+distance, and 1 - TV = sum_v min(p, q) is the chance that rejection sampling accepts a token drawn from q.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache
+from jetspec.train.weighting import LossOptions
+
+CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache with a reduced vocabulary
+_CHUNK_LOGITS = 2**24  # and take no more than 64 MB with a whole one
+
+Pairs: TypeAlias = Many[tuple[Tensor, Tensor]]
 
 
-class KLResult(NamedTuple):
-    """loss: weighted mean over rows; per_row [R]: KL of each row in nats; agree [R]: same top token in both
-    laws.
+class LossResult(NamedTuple):
+    """loss: weighted mean over rows; per_row [R]: the loss of each row; agree [R]: same top token in both
+    laws; overlap [R]: sum_v min(p, q) = 1 - TV at temperature 1, NaN where it was not asked for.
 
-    `fused_kl` leaves rows of weight 0 out: their per_row is 0 and agree False.
+    `fused_loss` leaves rows of weight 0 out: their per_row and overlap are 0 and agree is False.
     """
 
     loss: Tensor
     per_row: Tensor
     agree: Tensor
+    overlap: Tensor
 
 
-def reference_kl(
-    hidden: Tensor,
-    terms: Tensor | None,
-    child_rows: Tensor | None,
-    output: Tensor,
+def reference_loss(
+    pairs: Pairs,
     teacher: Tensor,
+    output: Tensor,
     teacher_row: Tensor,
     weight: Tensor,
-) -> KLResult:
+    options: LossOptions,
+    labels: Tensor | None = None,
+) -> LossResult:
     """The readable version.
 
     Args:
-        hidden: [R, H] states of the head's slots.
-        terms, child_rows: [R, r] and [Vd, r] of the path scorer, or None.
-        output: [Vd, H], rows of the target's output matrix for the draft vocabulary.
-        teacher: [U, H] normed states of the target; teacher_row [R] says which of them row i learns from.
+        pairs: the head's logits [R, Vd] are the sum of x @ w.T over pairs of x [R, d] and w [Vd, d]: slots'
+            states with the output matrix, a path scorer's terms with its child rows.
+        teacher: [U, H] normed states of the target; output [Vd, H], rows of its output matrix for the draft
+            vocabulary; teacher_row [R] says which state row i learns from.
         weight: [R], not all zero.
+        labels: [R], index of the written token in the draft vocabulary, -1 if it is not in it (such a row
+            has no cross-entropy); needed if `options.ce` is not 0.
     """
-    logits = hidden @ output.T
-    if terms is not None and child_rows is not None:
-        logits = logits + terms @ child_rows.T
-    log_q = logits.log_softmax(-1)
-    log_p = (teacher @ output.T).log_softmax(-1)[teacher_row]
-    per_row = (log_p.exp() * (log_p - log_q)).sum(-1)
+    logits = torch.stack([x @ w.T for x, w in pairs]).sum(0)
+    target = (teacher @ output.T)[teacher_row]
+    soft = options.temperature
+    log_p, log_q = (target / soft).log_softmax(-1), (logits / soft).log_softmax(-1)
+    per_row = options.kl * soft**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+    if options.ce:
+        assert labels is not None
+        entropy = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        per_row = per_row + options.ce * entropy * (labels >= 0)
+    distance = (target.softmax(-1) - logits.softmax(-1)).abs().sum(-1)
+    per_row = per_row + options.l1 * distance
     loss = (weight * per_row).sum() / weight.sum()
-    return KLResult(loss, per_row.detach(), log_q.argmax(-1) == log_p.argmax(-1))
+    agree = logits.argmax(-1) == target.argmax(-1)
+    return LossResult(loss, per_row.detach(), agree, 1 - distance.detach() / 2)
 
 
-def fused_kl(
-    hidden: Tensor,
-    terms: Tensor | None,
-    child_rows: Tensor | None,
-    output: Tensor,
+def fused_loss(
+    pairs: Pairs,
     teacher: Tensor,
+    output: Tensor,
     teacher_row: Tensor,
     weight: Tensor,
+    options: LossOptions,
+    labels: Tensor | None = None,
+    *,
     total: float | None = None,
-) -> KLResult:
-    """The same value and gradients as `reference_kl`, chunked. Arguments as there.
+    overlap: bool = False,
+) -> LossResult:
+    """The same value and gradients as `reference_loss`, chunked. Gradients go to every tensor of `pairs` that
+    requires one. Arguments as there, and
 
     total: divide by this instead of the sum of `weight`, so that the parts of a batch add up to the loss of
-    the whole.
+    the whole. overlap: compute it too.
     """
     share = weight / (weight.sum() if total is None else total)
-    loss, per_row, agree = _FusedKL.apply(  # type: ignore[no-untyped-call]
-        hidden, terms, child_rows, output, teacher, teacher_row, share
+    flat = [tensor for pair in pairs for tensor in pair]
+    loss, per_row, agree, found = _Fused.apply(  # type: ignore[no-untyped-call]
+        options, overlap, teacher, output, teacher_row, labels, share, *flat
     )
-    return KLResult(loss, per_row, agree)
+    return LossResult(loss, per_row, agree, found)
 
 
-class _FusedKL(torch.autograd.Function):
+@torch.no_grad()
+def fused_overlap(
+    pairs: Pairs, teacher: Tensor, output: Tensor, teacher_row: Tensor, weight: Tensor
+) -> Tensor:
+    """sum_v min(p, q) of each row [R], chunked; 0 for rows of weight 0. Arguments as in `fused_loss`."""
+    found = torch.zeros_like(weight)
+    for chunk in _chunks(pairs, teacher, output, teacher_row, weight):
+        distance = (chunk.logits.softmax(-1) - chunk.target.softmax(-1)[chunk.place]).abs_().sum(-1)
+        found[chunk.rows] = (1 - distance / 2).to(found.dtype)
+    return found
+
+
+def confidence_loss(logits: Tensor, overlap: Tensor, weight: Tensor, total: float) -> Tensor:
+    """Binary cross-entropy of the confidence head [R] against the chance of acceptance, `overlap` [R], a
+    soft label without gradient (DSpark, arXiv 2607.05147): sum(w * bce) / total.
+    """
+    entropy = F.binary_cross_entropy_with_logits(logits, overlap.detach().to(logits.dtype), reduction="none")
+    return (weight * entropy).sum() / total
+
+
+class _Chunk(NamedTuple):
+    """Some rows [c], their logits [c, Vd], the teachers' logits [u, Vd], and which of these each row has."""
+
+    rows: Tensor
+    logits: Tensor
+    target: Tensor
+    place: Tensor
+
+
+def _chunks(
+    pairs: Pairs, teacher: Tensor, output: Tensor, teacher_row: Tensor, weight: Tensor
+) -> Iterator[_Chunk]:
+    """Rows of weight 0 (behind the end of an answer) cost nothing; rows with the same teacher come together,
+    so that each law is computed about once without keeping them all.
+    """
+    kept = weight.nonzero().squeeze(-1)
+    kept = kept[teacher_row[kept].argsort(stable=True)]
+    size = min(CHUNK_ROWS * (16 if weight.is_cuda else 1), max(1, _CHUNK_LOGITS // len(output)))
+    for rows in kept.split(size):
+        used, place = teacher_row[rows].unique(return_inverse=True)
+        (x, w), *more = pairs
+        logits = x[rows] @ w.T
+        for x, w in more:
+            logits.addmm_(x[rows], w.T)
+        yield _Chunk(rows, _wide(logits), _wide(teacher[used] @ output.T), place)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Laws are computed in float32 at least."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _learn(
+    chunk: _Chunk, options: LossOptions, labels: Tensor | None, overlap: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [c], its gradient with respect to the logits [c, Vd], and overlap [c] of a chunk."""
+    logits, target, place = chunk.logits, chunk.target, chunk.place
+    soft = options.temperature
+    value = logits.new_zeros(len(logits))
+    found = torch.full_like(value, torch.nan)
+    grad: Tensor | None = None
+    if options.kl:
+        log_p = (target if soft == 1 else target / soft).log_softmax(-1)[place]
+        log_q = (logits if soft == 1 else logits / soft).log_softmax(-1)
+        p = log_p.exp()
+        value += options.kl * soft**2 * (p * log_p.sub_(log_q)).sum(-1)
+        grad = log_q.exp_().sub_(p)
+        if options.kl * soft != 1:
+            grad.mul_(options.kl * soft)
+    if options.ce or options.l1 or overlap:
+        log_q = logits.log_softmax(-1)
+        q = log_q.exp()
+        if options.ce:
+            assert labels is not None, "cross-entropy needs labels"
+            own = labels[chunk.rows]
+            known = (own >= 0).to(q.dtype)
+            at = own.clamp(min=0).unsqueeze(-1)
+            value -= options.ce * known * log_q.gather(-1, at).squeeze(-1)
+            step = q * (options.ce * known).unsqueeze(-1)
+            step.scatter_add_(-1, at, -(options.ce * known).unsqueeze(-1))
+            grad = step if grad is None else grad.add_(step)
+        if options.l1 or overlap:
+            gap = q - target.softmax(-1)[place]
+            distance = gap.abs().sum(-1)
+            found = 1 - distance / 2
+            if options.l1:
+                value += options.l1 * distance
+                sign = gap.sign_()
+                step = q.mul_(sign - (q * sign).sum(-1, keepdim=True)).mul_(options.l1)
+                grad = step if grad is None else grad.add_(step)
+    assert grad is not None, "a loss needs a term"
+    return value, grad, found
+
+
+class _Fused(torch.autograd.Function):
     """Gradients are computed in the forward pass, while a chunk's logits are at hand, and only scaled in
     the backward pass.
     """
@@ -85,52 +208,38 @@ class _FusedKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        terms: Tensor | None,
-        child_rows: Tensor | None,
-        output: Tensor,
+        options: LossOptions,
+        overlap: bool,
         teacher: Tensor,
+        output: Tensor,
         teacher_row: Tensor,
+        labels: Tensor | None,
         share: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        per_row = hidden.new_zeros(len(hidden))
-        agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        grad_hidden = torch.zeros_like(hidden)
-        grad_terms = None if terms is None else torch.zeros_like(terms)
-        grad_rows = None if child_rows is None else torch.zeros_like(child_rows)
-        kept = share.nonzero().squeeze(-1)  # rows behind the end of an answer cost nothing
-        # Rows with the same teacher come together, so each law is computed once without keeping them all.
-        kept = kept[teacher_row[kept].argsort(stable=True)]
-        for rows in kept.split(CHUNK_ROWS):
-            used, place = teacher_row[rows].unique(return_inverse=True)
-            log_p = (teacher[used] @ output.T).log_softmax(-1)[place]
-            logits = hidden[rows] @ output.T
-            if terms is not None and child_rows is not None:
-                logits.addmm_(terms[rows], child_rows.T)
-            agree[rows] = logits.argmax(-1) == log_p.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            p = log_p.exp()
-            per_row[rows] = (p * log_p.sub_(log_q)).sum(-1)
-            grad = log_q.exp_().sub_(p).mul_(share[rows, None])  # d loss / d logits
-            grad_hidden[rows] = grad @ output
-            if grad_terms is not None and grad_rows is not None:
-                assert terms is not None and child_rows is not None
-                grad_terms[rows] = grad @ child_rows
-                grad_rows.addmm_(grad.T, terms[rows])
-        ctx.save_for_backward(grad_hidden, grad_terms, grad_rows)
-        ctx.mark_non_differentiable(per_row, agree)
-        return (share * per_row).sum(), per_row, agree
+        *flat: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        pairs = list(zip(flat[::2], flat[1::2], strict=True))
+        per_row = share.new_zeros(len(share))
+        found = share.new_zeros(len(share))
+        agree = torch.zeros(len(share), dtype=torch.bool, device=share.device)
+        wanted = ctx.needs_input_grad[7:]
+        grads = [torch.zeros_like(x) if want else None for x, want in zip(flat, wanted, strict=True)]
+        for chunk in _chunks(pairs, teacher, output, teacher_row, share):
+            rows = chunk.rows
+            agree[rows] = chunk.logits.argmax(-1) == chunk.target.argmax(-1)[chunk.place]
+            value, grad, own = _learn(chunk, options, labels, overlap)
+            per_row[rows], found[rows] = value.to(per_row.dtype), own.to(found.dtype)
+            grad = grad.mul_(share[rows, None])  # d loss / d logits
+            for n, (x, w) in enumerate(pairs):
+                for_x, for_w = grads[2 * n], grads[2 * n + 1]
+                if for_x is not None:
+                    for_x[rows] = (grad.to(w.dtype) @ w).to(x.dtype)
+                if for_w is not None:
+                    for_w.addmm_(grad.T.to(x.dtype), x[rows])
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(per_row, agree, found)
+        return (share * per_row).sum(), per_row, agree, found
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * grad_loss for grad in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
-
-
-def depth_weights(depth: int, decay: float) -> Tensor:
-    """Weights [D] of the slots: exp(-(k - 1) / decay), or uniform with decay 0 (DFlash, arXiv 2602.06036,
-    appendix A; JetSpec, arXiv 2606.18394).
-    """
-    if decay == 0:
-        return torch.ones(depth)
-    return torch.exp(-torch.arange(depth, dtype=torch.float32) / decay)
+        return (*(None,) * 7, *scaled)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from jetspec.draft.backbone import split_norm
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.config import HeadConfig
+from jetspec.draft.recurrent import recurrence
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.train.data import Batch
 
@@ -35,9 +36,12 @@ class HeadModule(nn.Module):
         self.config, self.model = config, config.model
         self.embedding = embedding
         shapes = config.shapes()
-        self.tensors = nn.ParameterDict({_key(n): nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
+        device = embedding.device
+        self.tensors = nn.ParameterDict(
+            {_key(n): nn.Parameter(torch.zeros(s, device=device)) for n, s in shapes.items()}
+        )
         self.names = list(shapes)
-        self._rotary = RotaryTable(self.model.rope, self.model.head_dim, torch.float32, torch.device("cpu"))
+        self._rotary = RotaryTable(self.model.rope, self.model.head_dim, torch.float32, device)
 
     def weight(self, name: str) -> Tensor:
         """A tensor by its public name."""
@@ -49,35 +53,49 @@ class HeadModule(nn.Module):
         return Head(self.config, weights, vocab, dict(manifest or {}))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Normed states of slots 1..D of every anchor: [n, A, D, H]."""
-        model = self.model
+        """Normed states of the slots that predict depths 1..D of every anchor: [n, A, D, H]."""
+        model, device = self.model, batch.taps.device
         fused = F.linear(batch.taps, self.weight("fc.weight"))
         context = self._norm(fused, "hidden_norm.weight")  # [n, T, H]
         x = self._slots(batch)  # [n, A, block, H]
-        slots = torch.arange(self.config.block_size)
+        slots = torch.arange(self.config.block_size, device=device)
         positions = batch.anchors.unsqueeze(-1) + slots  # [n, A, block]
         longest = batch.taps.shape[1] + self.config.block_size
         cos, sin = self._rotary.at(positions, longest)
         block_rotary = cos.squeeze(1).unsqueeze(-2), sin.squeeze(1).unsqueeze(-2)  # [n, A, block, 1, dim]
-        context_rotary = self._rotary.at(torch.arange(batch.taps.shape[1]), longest)
-        rows = torch.arange(batch.taps.shape[1])
+        rows = torch.arange(batch.taps.shape[1], device=device)
+        context_rotary = self._rotary.at(rows, longest)
         hidden_rows = rows >= batch.anchors.unsqueeze(-1)  # [n, A, T], True = not visible
         for index in range(model.num_layers):
             x = self._layer(index, x, context, block_rotary, context_rotary, hidden_rows)
-        return self._norm(x[:, :, 1:], "norm.weight")
+        return self._norm(x[:, :, self.config.first_slot :], "norm.weight")
 
-    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Parents' rows [..., r] of the path scorer, gated by the slots' states [..., H] if the scorer has
-        a gate.
+    def terms(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """What the path scorer's child rows are multiplied with: from the slots' states [..., D, H] and the
+        rows [..., D, r] of their parents, which are the tokens that were really written.
         """
-        if self.config.scorer != "gated":
+        if self.config.scorer == "vanilla":
             return rows
+        if self.config.scorer == "rnn":
+            joint = self.weight("markov_head.joint_proj.weight")  # [3r, 2r + H]
+            path, slot = joint.split([2 * self.config.rank, hidden.shape[-1]], dim=1)
+            return recurrence(rows, F.linear(hidden, slot, self.weight("markov_head.joint_proj.bias")), path)
         gate = F.linear(
             torch.cat([hidden, rows], dim=-1),
             self.weight("markov_head.gate_proj.weight"),
             self.weight("markov_head.gate_proj.bias"),
         )
         return rows * torch.sigmoid(gate)
+
+    def confidence(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Logits [..., D] of the confidence head, from the slots' states and the rows of their parents."""
+        joined = (
+            torch.cat([hidden, rows], dim=-1)
+            if self.config.confidence_with_markov and rows is not None
+            else hidden
+        )
+        weight, bias = (self.weight(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
+        return F.linear(joined, weight, bias).squeeze(-1)
 
     def _slots(self, batch: Batch) -> Tensor:
         config = self.config
@@ -121,7 +139,8 @@ class HeadModule(nn.Module):
         grouped = flat.view(n, kv, anchors, block * groups, dim)
         near = grouped @ k.permute(0, 3, 1, 4, 2)
         if self.config.causal:
-            later = torch.ones(block, block, dtype=torch.bool).triu(1).repeat_interleave(groups, 0)
+            later = torch.ones(block, block, dtype=torch.bool, device=x.device).triu(1)
+            later = later.repeat_interleave(groups, 0)
             near = near.masked_fill(later, -math.inf)
         weights = torch.cat([far, near], dim=-1).softmax(-1)
         length = far.shape[-1]
@@ -166,11 +185,16 @@ class ScorerTables:
         )
         self._parents, self.child_rows = (rows.detach().requires_grad_() for rows in self._source)
 
-    def terms(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
-        """The gated row of each slot's parent token: [n, A, D, r]; None without a scorer."""
+    def parent_rows(self, parents: Tensor) -> Tensor | None:
+        """Rows [n, A, D, r] of parents' tokens; None without a scorer."""
         if self.child_rows is None:
             return None
-        return self._module.gated(hidden, F.embedding(torch.searchsorted(self._ids, parents), self._parents))
+        return F.embedding(torch.searchsorted(self._ids, parents), self._parents)
+
+    def terms(self, hidden: Tensor, parents: Tensor) -> Tensor | None:
+        """What each slot's scorer multiplies the child rows with: [n, A, D, r]; None without a scorer."""
+        rows = self.parent_rows(parents)
+        return None if rows is None else self._module.terms(hidden, rows)
 
     def backward(self) -> None:
         """Add the gradients of all parts to the tables' own."""
@@ -189,7 +213,8 @@ def initialise(
 ) -> None:
     """Set the first weights.
 
-    Random: normal matrices, norms at 1, the scorer's child rows at 0. With the tensors of a `target` of the
+    Random: normal matrices, norms at 1, the scorer's child rows at 0 (its recurrence hands the parent's row
+    through), confidences at one half. With the tensors of a `target` of the
     same width, a warm start follows: draft layers, the context's norm and the final norm come from the
     target's last layers, and every slot starts from the last tap (times `tap_scale`, its size in the
     residual stream). The untrained head then predicts about what the target predicted one token earlier,
@@ -201,7 +226,7 @@ def initialise(
         tensor = module.weight(name)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
-        elif tensor.ndim == 1 or name.endswith("markov_w2.weight"):
+        elif tensor.ndim == 1 or name.endswith("markov_w2.weight") or name.startswith("confidence_head."):
             tensor.zero_()
         elif name.endswith("markov_w1.weight"):
             tensor.copy_(_compressed(module.embedding, config.rank))
@@ -211,9 +236,16 @@ def initialise(
                 if name.endswith(("o_proj.weight", "down_proj.weight"))
                 else 0.02
             )
-            tensor.normal_(0.0, scale, generator=generator)
+            tensor.copy_(torch.empty(tensor.shape).normal_(0.0, scale, generator=generator))
     if config.direct:
         module.weight("direct_proj.weight").mul_(0.1)
+    if config.scorer == "rnn":
+        rank = config.rank
+        for first in (rank, 2 * rank):  # candidate and output read the parent's row
+            place = slice(first, first + rank), slice(rank, 2 * rank)
+            module.weight("markov_head.joint_proj.weight")[place].add_(
+                torch.eye(rank, device=module.embedding.device)
+            )
     if target is not None:
         _warm_start(module, target, tap_scale)
 
@@ -229,7 +261,7 @@ def _warm_start(module: HeadModule, target: Mapping[str, Tensor], tap_scale: flo
                 module.weight(name).copy_(source)
     module.weight("norm.weight").copy_(target["model.norm.weight"])
     module.weight("hidden_norm.weight").copy_(module.weight("layers.0.input_layernorm.weight"))
-    eye = torch.eye(hidden)
+    eye = torch.eye(hidden, device=module.embedding.device)
     module.weight("fc.weight")[:, -hidden:].add_(eye)
     if module.config.direct:
         module.weight("direct_proj.weight")[:, -hidden:].add_(eye * tap_scale)

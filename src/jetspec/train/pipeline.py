@@ -4,127 +4,89 @@ resumes.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jetspec.draft.config import HeadConfig
-from jetspec.errors import DataError, OptionError, StorageError
-from jetspec.target.loading import read_model
+from jetspec.errors import OptionError, StorageError
 from jetspec.target.target import Target
 from jetspec.train.checkpoint import read_state
 from jetspec.train.data import Corpus
-from jetspec.train.loop import LoopOptions, Report, train
-from jetspec.train.model import HeadModule, initialise
+from jetspec.train.distributed import ALONE, Processes
+from jetspec.train.families import find_family
+from jetspec.train.loop import Report, train
+from jetspec.train.recipe import Settings
 from jetspec.train.validate import unigram_coverage
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """Shape of the head to train.
-
-    layers, block_size   draft layers, and slots per block (root included)
-    vocab                size of the draft vocabulary: the most frequent ids of the answers; 0 = all
-    rank                 of the path scorer; 0 = none (the published head)
-    plain                leave out the direct input and the slot embedding, as the published head does
-    causal               causal slots (JetSpec) or bidirectional ones (DFlash)
-    warm                 start from the target's last layers
-    """
-
-    layers: int = 2
-    block_size: int = 8
-    vocab: int = 8192
-    rank: int = 64
-    plain: bool = False
-    causal: bool = True
-    warm: bool = True
-
-    def __post_init__(self) -> None:
-        for name, low in (("layers", 1), ("block_size", 2), ("vocab", 0), ("rank", 0)):
-            if getattr(self, name) < low:
-                raise OptionError(f"{name} must be at least {low}, got {getattr(self, name)}")
-
-    def check_fits(self, target: Target) -> None:
-        """Refuse what this target cannot have, before hours of work. Raises OptionError."""
-        width = target.config.hidden_size
-        if self.rank > width:
-            raise OptionError(f"rank must be at most {width}, the target's hidden size, got {self.rank}")
 
 
 def train_head(
     target: Target,
     answers: Many[Path],
     folder: Path,
-    head: HeadOptions,
-    loop: LoopOptions,
+    settings: Settings,
     *,
-    products: str = "auto",
     on_report: Callable[[Report], None] = lambda report: None,
+    processes: Processes = ALONE,
+    pause: Callable[[], bool] | None = None,
+    resident: bool = False,
 ) -> Path:
     """Train a head for `target` on folders of its answers; returns the head's folder, `folder/head`.
 
-    products: arithmetic of matrix products: "float32", "bfloat16" (float32 sums), or "auto", which takes
-    bfloat16 where the processor has instructions for it.
+    Args:
+        processes, pause: see `train`.
+        resident: keep all features on the target's device, which must have room for them.
 
-    Raises DataError if the answers are unusable; OptionError for `products` and for a rank above the hidden
-    size.
+    Raises DataError if the answers are unusable, OptionError for what the target cannot have.
     """
-    chosen = resolve_products(products)
-    head.check_fits(target)
+    chosen = resolve_products(settings.products, target.device)
+    family = find_family(settings.method)
+    family.check(target, settings.head)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # now, and not at the first checkpoint
     except OSError as error:
         raise StorageError(f"the run cannot be kept in {folder} ({error}); choose another folder") from None
     corpus = Corpus(answers, shards=(read_state(folder) or {}).get("shards"))
-    config = HeadConfig.for_target(
-        target.config,
-        layers=head.layers,
-        block_size=head.block_size,
-        taps=corpus.taps,
-        mask_token_id=mask_token(target),
-        causal=head.causal,
-        direct=not head.plain,
-        slot_embedding=not head.plain,
-        scorer="gated" if head.rank else "none",
-        rank=head.rank,
-    )
-    _check_widths(corpus, config, target.name)
-    module = HeadModule(config, target.transformer.embedding.float())
-    weights = read_model(target.name).weights if head.warm else None
-    initialise(module, weights, seed=loop.seed, tap_scale=_tap_scale(corpus))
-    size = head.vocab if 0 < head.vocab < target.config.vocab_size else target.config.vocab_size
-    vocab = corpus.frequent_ids(size, target.config.vocab_size)
-    output = target.transformer.output_matrix[vocab].float()
-    manifest = {
-        **provenance(target, corpus, head, chosen),
-        "vocabulary_coverage": round(unigram_coverage(corpus, vocab), 5),
-    }
+    taps = family.taps(target, settings.head)
+    if taps is not None:
+        corpus = corpus.with_taps(taps)
+    if resident:
+        corpus = corpus.resident(target.device)
+    method = family.build(target, corpus, settings.head, settings.loss, settings.loop.seed)
+    manifest = provenance(target, corpus, settings, chosen)
+    manifest["processes"] = processes.size
+    vocab = getattr(method, "vocab", None)
+    if vocab is not None:
+        manifest["vocabulary_coverage"] = round(unigram_coverage(corpus, vocab), 5)
+    # The CPU's instructions take float32 and round inside; CUDA's want bfloat16 tensors.
+    mixed = torch.bfloat16 if chosen == "bfloat16" and target.device.type == "cuda" else None
     with _products(chosen):
-        return train(module, corpus, vocab, output, folder, loop, manifest, on_report)
-
-
-def _check_widths(corpus: Corpus, config: HeadConfig, name: str) -> None:
-    """Refuse answers of another target before a matrix product fails on them."""
-    entry, hidden = corpus.training[0], config.model.hidden_size
-    widths = corpus.taps_of(entry).shape[1], corpus.hidden_of(entry).shape[1]
-    if widths != (len(config.taps) * hidden, hidden):
-        raise DataError(
-            f"the answers were made by a target of width {widths[1]}, but {name} has {hidden}; "
-            "answer the prompts with this target"
+        return train(
+            method,
+            corpus,
+            folder,
+            settings.loop,
+            manifest,
+            on_report,
+            device=target.device,
+            processes=processes,
+            autocast=mixed,
+            pause=pause,
         )
 
 
-def resolve_products(products: str) -> str:
-    """The arithmetic that `products` asks for on this machine."""
+def resolve_products(products: str, device: torch.device | str = "cpu") -> str:
+    """The arithmetic that `products` asks for on a device of this machine. Raises OptionError."""
     if products not in ("auto", "float32", "bfloat16"):
         raise OptionError(f"products {products!r} is unknown; valid: auto, float32, bfloat16")
     if products == "auto":
-        return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+        on_gpu = torch.device(device).type == "cuda"
+        return "bfloat16" if on_gpu or torch.cpu._is_avx512_bf16_supported() else "float32"
     return products
 
 
@@ -142,18 +104,7 @@ class _products:
         torch.set_float32_matmul_precision(self._before)
 
 
-def mask_token(target: Target) -> int:
-    """An id that text can never produce: the last added special token that does not end a text; else the
-    last id.
-
-    The head adds its own slot embedding to it, so which one it is hardly matters.
-    """
-    specials = [n for n in target.tokenizer.special_ids if n < target.config.vocab_size]
-    free = [n for n in specials if n not in target.tokenizer.eos_ids]
-    return max(free) if free else target.config.vocab_size - 1
-
-
-def provenance(target: Target, corpus: Corpus, head: HeadOptions, products: str) -> dict[str, Any]:
+def provenance(target: Target, corpus: Corpus, settings: Settings, products: str) -> dict[str, Any]:
     """What a reader of the head needs to know about how it was made."""
     return {
         "target": {
@@ -161,13 +112,14 @@ def provenance(target: Target, corpus: Corpus, head: HeadOptions, products: str)
             "tokenizer_hash": target.tokenizer.hash,
             "template_hash": target.tokenizer.template_hash,
         },
+        "method": settings.method,
         "data": {
             "answers": len(corpus.training) + len(corpus.held_out),
             "answer_tokens": corpus.answer_tokens,
             "held_out": len(corpus.held_out),
         },
-        "loss": "forward KL, temperature 1, over the draft vocabulary",
-        "head_options": asdict(head),
+        "loss": settings.loss.describe(),
+        "head_options": json.loads(json.dumps(asdict(settings.head))),
         "products": products,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -188,11 +140,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _tap_scale(corpus: Corpus) -> float:
-    """Root mean square of the last tap over one answer, its first rows (attention sinks) left out."""
-    taps = corpus.taps_of(corpus.training[0])
-    width = taps.shape[1] // len(corpus.taps)
-    rows = taps[4:] if taps.shape[0] > 5 else taps  # the last row is empty
-    return float(rows[:, -width:].pow(2).mean().sqrt())

@@ -1,94 +1,156 @@
-"""Training prompts: files of user turns, read strictly and shuffled reproducibly."""
+"""Training prompts: user turns from any source, read strictly, without duplicates and evaluation prompts, and
+shuffled reproducibly.
+"""
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jetspec.errors import DataError
+from jetspec.train.exclusion import Exclusion
+from jetspec.train.prompt_layouts import conversation_of
+from jetspec.train.prompt_sources import HUB, HUB_LIMIT, read_items, source_name
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation up to the turn that the target is to answer."""
+    """One conversation up to the turn that the target is to answer, and the user turns that follow."""
 
     id: str
     messages: tuple[dict[str, str], ...]
+    later: tuple[str, ...] = ()
+
+    @property
+    def user_turns(self) -> tuple[str, ...]:
+        """Every text that the user says."""
+        return (*(m["content"] for m in self.messages if m["role"] == "user"), *self.later)
+
+
+@dataclass
+class PromptSet:
+    """Prompts with what was left out on the way.
+
+    broken, excluded  where: "file line 7", and for excluded ones also the evaluation prompt
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    read: int = 0
+    duplicates: int = 0
+    broken: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    limited: list[str] = field(default_factory=list)
+
+    def report(self) -> list[str]:
+        """What was read and left out, as lines of at most 80 columns (long names aside)."""
+        lines = [f"{len(self.prompts)} prompts of {self.read} records"]
+        if self.duplicates:
+            lines.append(f"  left out: {self.duplicates} duplicates")
+        if self.broken:
+            lines.append(f"  left out: {len(self.broken)} broken lines, first {self.broken[0]}")
+        if self.excluded:
+            lines.append(f"  left out: {len(self.excluded)} eval prompts, first {self.excluded[0]}")
+        lines += [f"  {source}: only the first {HUB_LIMIT} records (see --limit)" for source in self.limited]
+        return lines
 
 
 def read_prompts(path: Path, *, seed: int | None = 0, skip_broken: bool = False) -> list[Prompt]:
-    """Read JSON lines with `turns` (user turns; the first is used) or `messages` (role and content), or
-    plain text, one per line.
+    """The prompts of one source; see `load_prompts`."""
+    return load_prompts([str(path)], seed=seed, skip_broken=skip_broken).prompts
 
-    Duplicates are dropped. `seed` shuffles; None keeps the order. `skip_broken` drops lines that cannot be
-    read.
 
-    Raises DataError naming the line, or that the file is missing or empty.
+def load_prompts(
+    sources: Many[str],
+    *,
+    seed: int | None = 0,
+    skip_broken: bool = False,
+    exclude: Many[Path] = (),
+    strict: bool = False,
+    limit: int | None = None,
+) -> PromptSet:
+    """Read prompts from files and data sets (`prompt_sources`, `prompt_layouts`), one source after the other.
+
+    Args:
+        seed: shuffles all prompts together; None keeps the order.
+        skip_broken: leave out lines that cannot be read, and count them.
+        exclude: evaluation files in the same layouts. Prompts that give one of theirs away are left out and
+            counted; with `strict` they are refused.
+        limit: most records to read from each source.
+    Raises:
+        DataError: naming the line that is broken, the prompt that is refused, or the source that is missing
+            or holds no prompts.
     """
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")  # not splitlines: JSON may hold U+2028
-    except OSError as error:
-        raise DataError(f"the prompt file {path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt file {path} is not UTF-8 ({error}); convert it first") from None
-    prompts: list[Prompt] = []
-    seen: set[tuple[str, ...]] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = _parse(line, f"{path.stem}-{number}", path.suffix in (".jsonl", ".json"))
-        except (ValueError, RecursionError) as error:
-            if skip_broken:
-                continue
-            raise DataError(
-                f"{path} line {number}: {error}; fix it, or give --skip-broken to leave such lines out"
-            ) from None
-        key = tuple(message["content"] for message in prompt.messages)
-        if key not in seen:
-            seen.add(key)
-            prompts.append(prompt)
-    if not prompts:
-        raise DataError(f"the prompt file {path} holds no prompts")
+    exclusion = load_exclusion(exclude)
+    found, seen = PromptSet(), set[tuple[str, ...]]()
+    for source in sources:
+        before = found.read
+        _read(source, found, seen, exclusion, skip_broken, limit)
+        if source.startswith(HUB) and limit is None and found.read - before == HUB_LIMIT:
+            found.limited.append(source)
+    if strict and found.excluded:
+        raise DataError(
+            f"{len(found.excluded)} prompts are eval prompts (first: {found.excluded[0]});"
+            " take them out, or leave --strict away to skip them"
+        )
+    if not found.prompts:
+        left_out = len(found.broken) + len(found.excluded)
+        reason = f" ({left_out} were left out)" if left_out else ""
+        raise DataError(f"{' and '.join(sources)} holds no prompts{reason}; give another file")
     if seed is not None:
-        random.Random(seed).shuffle(prompts)
-    return prompts
+        random.Random(seed).shuffle(found.prompts)
+    return found
 
 
-def _parse(line: str, default_id: str, is_json: bool) -> Prompt:
-    if not is_json:
-        return Prompt(default_id, ({"role": "user", "content": line.strip()},))
-    record: Any = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("expected an object with `turns` or `messages`")
-    if "messages" in record:
-        messages = [_message(message) for message in _list(record, "messages")]
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()  # the target writes its own answer
-    elif "turns" in record:
-        messages = [_message({"role": "user", "content": turn}) for turn in _list(record, "turns")[:1]]
-    else:
-        raise ValueError("neither `turns` nor `messages` is there")
-    if not messages or not messages[-1]["content"].strip():
-        raise ValueError("the prompt is empty")
-    return Prompt(str(record.get("id", default_id)), tuple(messages))
+def load_exclusion(files: Many[Path]) -> Exclusion:
+    """The user turns of evaluation files. Raises DataError as `load_prompts` does."""
+    texts: list[tuple[str, str]] = []
+    for file in files:
+        for prompt in load_prompts([str(file)], seed=None).prompts:
+            texts += [(prompt.id, turn) for turn in prompt.user_turns]
+    return Exclusion(texts)
 
 
-def _list(record: dict[str, Any], key: str) -> list[Any]:
-    if not isinstance(record[key], list):
-        raise ValueError(f"`{key}` must be a list")
-    return list(record[key])
+def normalised(text: str) -> str:
+    """A text without the differences of case, spacing and composed letters that hide a duplicate."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def _message(message: Any) -> dict[str, str]:
-    role, content = (
-        (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    )
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("a message must hold the texts `role` and `content`, and a turn must be a text")
-    if any("\ud800" <= letter <= "\udfff" for letter in content):
-        raise ValueError("the text holds half of a surrogate pair")
-    return {"role": role, "content": content}
+def _read(
+    source: str,
+    found: PromptSet,
+    seen: set[tuple[str, ...]],
+    exclusion: Exclusion,
+    skip_broken: bool,
+    limit: int | None,
+) -> None:
+    for item in read_items(source, limit):
+        found.read += 1
+        where = f"{source} line {item.line}"
+        try:
+            if item.error is not None:
+                raise ValueError(item.error)
+            messages, later = conversation_of(item.record)
+        except ValueError as error:
+            if not skip_broken:
+                raise DataError(
+                    f"{where}: {error}; fix it, or give --skip-broken to leave such lines out"
+                ) from None
+            found.broken.append(where)
+            continue
+        given = item.record.get("id")
+        prompt = Prompt(
+            str(given if given is not None else f"{source_name(source)}-{item.line}"), messages, later
+        )
+        key = tuple(normalised(m["content"]) for m in messages) + tuple(map(normalised, later))
+        if key in seen:
+            found.duplicates += 1
+            continue
+        seen.update(key[:end] for end in range(len(messages), len(key) + 1))  # shorter ones repeat it
+        known = next(filter(None, map(exclusion.find, prompt.user_turns)), None) if len(exclusion) else None
+        if known is None:
+            found.prompts.append(prompt)
+        else:
+            found.excluded.append(f"{where} = {known}")

@@ -1,87 +1,164 @@
 """The target answers the training prompts, batched through the engine, and its features are recorded on the
 way.
 
-A folder of answers is a list of shards. Shards appear whole, so an interrupted run goes on where it
-stopped: finished prompts are read back from the shards, the others are answered.
+A conversation is answered turn by turn: behind the target's own answer comes the user's next turn. Each turn
+is an answer of its own, with the conversation so far as its prompt. Where an answer was cut off or is empty
+the conversation ends, because nobody would go on from there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from jetspec.config import check_least, check_train_seed
 from jetspec.decode.engine import Engine
-from jetspec.errors import DataError, PromptError
+from jetspec.errors import OptionError, PromptError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
-from jetspec.train.features import (
-    Recorder,
-    Sample,
-    next_shard,
-    read_shard,
-    shard_paths,
-    shard_prompts,
-    shard_taps,
-    write_shard,
-)
-from jetspec.train.log import write_whole
+from jetspec.train.answer_folder import AnswerFolder, Progress
+from jetspec.train.answers import Answer, spelled
+from jetspec.train.features import Recorder, Sample
 from jetspec.train.prompts import Prompt
+from jetspec.train.turns import check_template, prompt_ids
 
-SHARD_SAMPLES = 64
-_MIX_CYCLE = 20  # prompts are dealt out to the temperatures in a cycle of this length
+__all__ = ["AnswerOptions", "Progress", "answer_prompts"]
+
+DEFAULT_MIX = ((0.0, 0.6), (0.7, 0.15), (1.0, 0.25))
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
     """How answers are made.
 
-    temperatures  (temperature, share) pairs; shares sum to 1 and are dealt out in twentieths
     tokens        stop after this many answer tokens
+    max_tokens    longest answer; max_prompt: longest prompt, earlier turns of its conversation included
+    temperatures  (temperature, share) pairs; shares sum to 1
     part          (i, n): answer only every n-th prompt from the i-th on, so that n processes with one
                   thread each can share a file; each needs a folder of its own
+    thinking      the chat template's `enable_thinking`; None leaves its default
+    raw           continue the user's text as it is, without chat template (base models)
+    features      record features; without them only the text is written
     """
 
     max_tokens: int = 192
     tokens: int = 650_000
-    temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.7, 0.15), (1.0, 0.25))
+    temperatures: tuple[tuple[float, float], ...] = DEFAULT_MIX
     batch: int = 96
     max_prompt: int = 512
     seed: int = 0
     part: tuple[int, int] = (0, 1)
+    raw: bool = False
+    features: bool = True
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         check_least(1, tokens=self.tokens, max_tokens=self.max_tokens, batch=self.batch)
+        check_least(1, max_prompt=self.max_prompt)
         check_train_seed(self.seed)
+        for temperature, share in self.temperatures:
+            Sampling(temperature=temperature)
+            check_least(0, share=share)
+        if abs(sum(share for _, share in self.temperatures) - 1) > 1e-6:
+            raise OptionError(f"the shares of temperatures must sum to 1, got {self.temperatures}")
 
     def temperature_of(self, prompt: int) -> float:
-        """The temperature for a prompt: a fixed function of its number, so that a resumed run deals the
-        same.
+        """The temperature for a prompt: a hash of its number and the seed decides, so shares hold in every
+        part of the prompts, and a resumed run deals the same.
         """
-        point = (prompt * 7 % _MIX_CYCLE + 0.5) / _MIX_CYCLE
+        digest = hashlib.blake2b(f"{self.seed}/{prompt}".encode(), digest_size=8).digest()
+        point = int.from_bytes(digest) / 2**64
         for temperature, share in self.temperatures:
             if point < share:
                 return temperature
             point -= share
         return self.temperatures[-1][0]
 
+    def settings(self) -> dict[str, Any]:
+        """What must not change between the runs that fill one folder."""
+        record = asdict(self)
+        for changeable in ("tokens", "batch", "features"):
+            record.pop(changeable)
+        return record
 
-@dataclass
-class Progress:
-    """Counts of a run: prompts answered, answer tokens written, prompts skipped because they are too long."""
 
-    answered: int = 0
-    tokens: int = 0
-    skipped: int = 0
+def prompts_hash(prompts: Many[Prompt]) -> str:
+    """Tells prompt sets apart, because folders know their turns by number only."""
+    texts = [[prompt.messages, prompt.later] if prompt.later else prompt.messages for prompt in prompts]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def turn_numbers(prompts: Many[Prompt]) -> list[int]:
+    """The number of each prompt's first turn; its later turns follow. Without later turns: 0, 1, 2, …"""
+    return [0, *accumulate(1 + len(prompt.later) for prompt in prompts)][: len(prompts)]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A user turn to be answered: the `index`-th of prompt `prompt`, number `number` of all."""
+
+    prompt: int
+    index: int
+    number: int
+    messages: tuple[dict[str, str], ...]
+
+    def then(self, answer: str, later: str) -> Turn:
+        """The turn that follows an answer."""
+        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": later})
+        return Turn(self.prompt, self.index + 1, self.number + 1, (*self.messages, *said))
+
+
+def next_turns(
+    prompts: Many[Prompt], part: tuple[int, int], raw: bool, done: dict[int, Answer], progress: Progress
+) -> Iterator[Turn]:
+    """The first turn of each conversation that is not in `done`; counts conversations that end there."""
+    numbers = turn_numbers(prompts)
+    for n in range(part[0], len(prompts), part[1]):
+        turn: Turn | None = Turn(n, 0, numbers[n], prompts[n].messages)
+        while turn is not None and turn.number in done:
+            turn = follow(prompts[n], turn, done[turn.number], raw, progress)
+        if turn is not None:
+            yield turn
+
+
+def follow(prompt: Prompt, turn: Turn, answer: Answer, raw: bool, progress: Progress) -> Turn | None:
+    """The turn after an answered one, None at the end of the conversation."""
+    if raw or turn.index >= len(prompt.later):
+        return None
+    if answer.finish != "stop" or not answer.text.strip():
+        progress.cut += 1
+        return None
+    return turn.then(answer.text, prompt.later[turn.index])
+
+
+def expected_tokens(target: Target, prompts: Many[Prompt], options: AnswerOptions) -> float:
+    """About how many tokens of prompts and answers a run will hold, judged by the first prompts and by
+    answers that use two thirds of their room.
+    """
+    check_template(target, options.raw)
+    sample = [_length(target, prompt, options) for prompt in prompts[:50]]
+    answer = options.max_tokens * 2 / 3
+    turns = sum(1 + len(prompt.later) for prompt in prompts[options.part[0] :: options.part[1]])
+    answers = min(turns, options.tokens / answer)
+    return answers * (sum(sample) / max(1, len(sample)) + answer)
+
+
+def _length(target: Target, prompt: Prompt, options: AnswerOptions) -> int:
+    try:
+        ids = prompt_ids(target, prompt.messages, options.raw, options.thinking)
+    except PromptError:  # counted when it is its turn
+        return 0
+    return min(len(ids), options.max_prompt)
 
 
 def answer_prompts(
@@ -92,125 +169,148 @@ def answer_prompts(
     options: AnswerOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
-    """Answer prompts into shards of `folder` until `options.tokens` answer tokens exist or the prompts run
-    out.
+    """Answer prompts into `folder` until `options.tokens` answer tokens exist or the prompts run out.
 
     Raises:
-        DataError: the folder holds shards made with other taps or options.
+        DataError: the folder holds answers made with other taps, prompts or options.
+        PromptError: the target has no chat template, and `options.raw` is off.
+        StorageError: the disk is full; what was written before is kept.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_folder(folder, taps, options, target, prompts)
-    progress, done = _resume(folder)
-    on_progress(progress)
-    if progress.tokens >= options.tokens:
-        return progress
-    number = next_shard(folder)
-    waiting: list[Sample] = []
+    check_template(target, options.raw)
+    settings = {"target": target.name, "prompts": prompts_hash(prompts), **options.settings()}
+    store = AnswerFolder(folder, taps if options.features else None, settings)
+    run = _Run(target, prompts, taps, options)
+    run.resume(store)
+    on_progress(run.progress)
+    if run.progress.tokens >= options.tokens:
+        return run.progress
     try:
-        for sample in _answers(target, prompts, done, taps, options, progress):
-            waiting.append(sample)
-            on_progress(progress)
-            if len(waiting) == SHARD_SAMPLES:
-                write_shard(folder, number, waiting, taps)
-                number, waiting = number + 1, []
-            if progress.tokens >= options.tokens:
+        for answer, sample in run.answers():
+            store.add(answer, sample)
+            on_progress(run.progress)
+            if run.progress.tokens >= options.tokens:
                 break
+        else:
+            run.progress.exhausted = True
     finally:  # Ctrl-C keeps what is finished
-        if waiting:
-            write_shard(folder, number, waiting, taps)
-    return progress
+        store.flush()
+    return run.progress
 
 
-def _answers(
-    target: Target,
-    prompts: Many[Prompt],
-    done: set[int],
-    taps: tuple[int, ...],
-    options: AnswerOptions,
-    progress: Progress,
-) -> Iterator[Sample]:
-    """Keep the engine full and yield finished answers."""
-    recorder = Recorder(taps)
-    engine = Engine(target, recorder, budget=0, max_batch=options.batch)
-    queue = deque(
-        number for number in range(options.part[0], len(prompts), options.part[1]) if number not in done
-    )
-    active: dict[int, tuple[int, float]] = {}  # sequence id -> prompt number, temperature
-    while queue or engine.busy:
-        while queue and len(active) < options.batch:
-            number = queue.popleft()
-            sequence = _submit(engine, target, prompts[number], number, options)
-            if sequence is None:
-                progress.skipped += 1
-            else:
-                active[sequence.id] = (number, sequence.sampling.temperature)
-        for outcome in engine.step():
-            sequence = outcome.sequence
-            if sequence.finished is None:
+class _Run:
+    """The engine, kept full of turns."""
+
+    def __init__(
+        self, target: Target, prompts: Many[Prompt], taps: tuple[int, ...], options: AnswerOptions
+    ) -> None:
+        self.target, self.prompts, self.options = target, prompts, options
+        self.progress = Progress()
+        self.recorder = Recorder(taps) if options.features else None
+        self.engine = Engine(target, self.recorder, budget=0, max_batch=options.batch)
+        self.done: dict[int, Answer] = {}
+
+    def resume(self, store: AnswerFolder) -> None:
+        """Take in what earlier runs left, and write the lines that they did not get to."""
+        if self.recorder is None:
+            for answer in store.answers:
+                self._count(answer, len(answer.ids(self.target.tokenizer)))
+            return
+        lines = {answer.number: answer for answer in store.answers}
+        samples = {sample.prompt: sample for sample in store.samples()}
+        firsts = turn_numbers(self.prompts)
+        prompt_of = {first + i: n for n, first in enumerate(firsts) for i in range(self._turns(n))}
+        for number in sorted(samples):  # later turns need the answers before them
+            if number not in prompt_of:
                 continue
-            number, temperature = active.pop(sequence.id)
-            rows, hidden = recorder.take(sequence.id, len(sequence.tokens))
-            progress.answered += 1
-            progress.tokens += len(sequence.emitted)
-            yield Sample(
-                number, sequence.prompt_len, temperature, torch.tensor(sequence.tokens), rows, hidden
-            )
+            sample, n = samples[number], prompt_of[number]
+            if number not in lines:
+                turn = self._turn(n, number - firsts[n], firsts[n])
+                emitted = sample.tokens[sample.prompt_len :].tolist()
+                lines[number] = self._answer(turn, emitted, sample.temperature)
+                store.mend(lines[number])
+            self._count(lines[number], sample.answer_len)
 
+    def answers(self) -> Iterator[tuple[Answer, Sample | None]]:
+        """Every turn that is left, as it is answered."""
+        options = self.options
+        queue = deque(next_turns(self.prompts, options.part, options.raw, self.done, self.progress))
+        active: dict[int, Turn] = {}  # by sequence id
+        while queue or self.engine.busy:
+            while queue and len(active) < options.batch:
+                turn = queue.popleft()
+                sequence = self._submit(turn)
+                if sequence is not None:
+                    active[sequence.id] = turn
+            for outcome in self.engine.step():
+                sequence = outcome.sequence
+                if sequence.finished is None:
+                    continue
+                turn = active.pop(sequence.id)
+                answer = self._answer(turn, sequence.emitted, sequence.sampling.temperature)
+                self._count(answer, len(sequence.emitted))
+                later = follow(self.prompts[turn.prompt], turn, answer, options.raw, self.progress)
+                if later is not None:
+                    queue.appendleft(later)
+                yield answer, self._sample(sequence, answer)
 
-def _submit(
-    engine: Engine, target: Target, prompt: Prompt, number: int, options: AnswerOptions
-) -> Sequence | None:
-    ids = target.tokenizer.chat(list(prompt.messages))
-    if len(ids) > options.max_prompt:
-        return None
-    temperature = options.temperature_of(number)
-    sampling = Sampling(temperature=temperature, seed=options.seed + number)
-    try:
-        return engine.add(ids, sampling, Limits(max_tokens=options.max_tokens))
-    except PromptError:
-        return None
-
-
-def _resume(folder: Path) -> tuple[Progress, set[int]]:
-    """What the shards of an earlier run already hold."""
-    progress, done = Progress(), set[int]()
-    for path in shard_paths(folder):
-        done.update(shard_prompts(path))
-        for sample in read_shard(path):
-            progress.answered += 1
-            progress.tokens += sample.answer_len
-    return progress, done
-
-
-def _check_folder(
-    folder: Path, taps: tuple[int, ...], options: AnswerOptions, target: Target, prompts: Many[Prompt]
-) -> None:
-    """Refuse to mix answers of different settings or prompts in one folder: shards know prompts by number."""
-    settings = asdict(options)
-    for changeable in ("tokens", "batch"):
-        settings.pop(changeable)
-    text = json.dumps([prompt.messages for prompt in prompts])
-    record = {
-        "target": target.name,
-        "taps": list(taps),
-        "prompts": hashlib.sha256(text.encode()).hexdigest(),
-        **json.loads(json.dumps(settings)),
-    }
-    path = folder / "answers.json"
-    if path.exists():
+    def _submit(self, turn: Turn) -> Sequence | None:
+        """Hand a turn to the engine; None if it cannot be answered, which is counted."""
+        options = self.options
+        sampling = Sampling(temperature=options.temperature_of(turn.prompt), seed=options.seed + turn.number)
         try:
-            found = dict(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); use another folder or delete this one"
-            ) from None
-        different = [key for key in record if found.get(key, record[key]) != record[key]]
-        if different:
-            raise DataError(
-                f"{folder} holds answers made with other settings ({', '.join(different)}); "
-                "use another folder or delete this one"
-            )
-        return
-    if any(shard_taps(shard) != taps for shard in shard_paths(folder)):
-        raise DataError(f"{folder} holds shards with other taps; use another folder or delete this one")
-    write_whole(path, json.dumps({**record, "started": time.strftime("%Y-%m-%d")}, indent=2))
+            ids = prompt_ids(self.target, turn.messages, options.raw, options.thinking)
+        except PromptError:
+            self.progress.refused += 1
+            return None
+        try:
+            if len(ids) > options.max_prompt:
+                raise PromptError("longer than the limit")
+            return self.engine.add(ids, sampling, Limits(max_tokens=options.max_tokens))
+        except PromptError:
+            if turn.index:
+                self.progress.cut += 1
+            else:
+                self.progress.too_long += 1
+            return None
+
+    def _answer(self, turn: Turn, emitted: list[int], temperature: float) -> Answer:
+        tokenizer = self.target.tokenizer
+        ends = tokenizer.eos_ids | frozenset(self.target.config.eos_ids)
+        stopped = bool(emitted) and emitted[-1] in ends
+        text = tokenizer.decode(emitted[:-1] if stopped else emitted)
+        finish = "stop" if stopped else "length"
+        return Answer(
+            number=turn.number,
+            id=self.prompts[turn.prompt].id + (f"/{turn.index + 1}" if turn.index else ""),
+            messages=turn.messages,
+            text=text,
+            finish=finish,
+            temperature=temperature,
+            seed=self.options.seed + turn.number,
+            tokens=None if spelled(tokenizer, text, finish) == emitted else tuple(emitted),
+            raw=self.options.raw,
+            thinking=self.options.thinking,
+        )
+
+    def _sample(self, sequence: Sequence, answer: Answer) -> Sample | None:
+        if self.recorder is None:
+            return None
+        rows, hidden = self.recorder.take(sequence.id, len(sequence.tokens))
+        tokens = torch.tensor(sequence.tokens)
+        return Sample(answer.number, sequence.prompt_len, answer.temperature, tokens, rows, hidden)
+
+    def _count(self, answer: Answer, tokens: int) -> None:
+        self.done[answer.number] = answer
+        self.progress.answered += 1
+        self.progress.tokens += tokens
+        self.progress.empty += not answer.text.strip()
+
+    def _turns(self, prompt: int) -> int:
+        return 1 + len(self.prompts[prompt].later)
+
+    def _turn(self, prompt: int, index: int, first: int) -> Turn:
+        """A turn of a conversation whose earlier turns are done."""
+        turn = Turn(prompt, 0, first, self.prompts[prompt].messages)
+        for later in self.prompts[prompt].later[:index]:
+            turn = turn.then(self.done[turn.number].text, later)
+        return turn

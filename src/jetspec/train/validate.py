@@ -7,16 +7,28 @@ the result is what decoding these prompts would give, at the cost of draft forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from jetspec.draft.path_scorer import Marginals, MarkovScorer
-from jetspec.train.data import Corpus, Entry, make_batch
-from jetspec.train.model import HeadModule
-from jetspec.tree import Grow
+from jetspec.draft.base import Drafter
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
+from jetspec.train.data import Corpus, Entry
+from jetspec.tree import GROW, Grow, Proposal
 from jetspec.verify import walk
+
+Setting: TypeAlias = tuple[str, Grow, int]  # name of the builder, builder, budget
+
+SETTINGS: list[Setting] = [
+    ("chain", GROW["chain"], 16),
+    *(("best-first", GROW["best-first"], n) for n in (4, 8, 16, 32)),
+]
+_BATCH = 16  # answers that a drafter follows at once
 
 
 @dataclass
@@ -29,55 +41,62 @@ class Validation:
     survival: list[float] = field(default_factory=list)
 
 
-@torch.no_grad()
-def validate(
-    module: HeadModule,
-    corpus: Corpus,
-    entries: Many[Entry],
-    vocab: torch.Tensor,
-    output: torch.Tensor,
-    settings: Many[tuple[str, Grow, int]],
-) -> Validation:
-    """Walk the trees of `settings` (builder name, builder, budget) along recorded greedy answers.
+class Tally:
+    """Accepted tokens per round and setting, counted while trees are walked along recorded answers.
 
-    Args:
-        vocab: ids [Vd]; output: [Vd, H], the target's output matrix for them.
+    depth: the deepest path that can be accepted.
     """
-    head = module.to_head(vocab)
-    device, depth = output.device, module.config.depth
-    scorer = (
-        Marginals(vocab)
-        if module.config.scorer == "none"
-        else MarkovScorer(head, vocab, torch.float32, device)
-    )
-    rounds = dict.fromkeys(range(len(settings)), 0)
-    kept = {n: [0] * (depth + 1) for n in rounds}
-    for entry in entries:
-        tokens = corpus.tokens(entry).tolist()
-        anchors = torch.arange(entry.prompt_len - 1, entry.length - 1).unsqueeze(0)
-        batch = make_batch(corpus, [entry], anchors, torch.ones(depth))
-        hidden = module(batch)[0]  # [A, D, H]
-        proposals = scorer.proposals(hidden, hidden @ output.T, batch.roots[0].tolist())
-        for n, (_, grow, budget) in enumerate(settings):
-            position = entry.prompt_len - 1
-            while position < entry.length - 1:
-                tree = grow(tokens[position], proposals[position - entry.prompt_len + 1], budget)
+
+    def __init__(self, settings: Many[Setting], depth: int) -> None:
+        self.settings = settings
+        self._kept = [[0] * (depth + 1) for _ in settings]
+
+    def start(self, tokens: list[int], prompt_len: int) -> Follower:
+        """Begin with an answer."""
+        return Follower(self, tokens, prompt_len)
+
+    def count(self, setting: int, accepted: int) -> None:
+        """One round."""
+        self._kept[setting][accepted] += 1
+
+    def result(self) -> Validation:
+        """tau and survival over all rounds so far."""
+        result = Validation()
+        for (name, _, budget), kept in zip(self.settings, self._kept, strict=True):
+            accepted = sum(k * count for k, count in enumerate(kept))
+            result.tau[f"{name}-{budget}"] = 1 + accepted / max(1, sum(kept))
+        largest = max(range(len(self.settings)), key=lambda n: self.settings[n][2])
+        kept = self._kept[largest]
+        result.survival = [sum(kept[k:]) / max(1, sum(kept)) for k in range(1, len(kept))]
+        return result
+
+
+class Follower:
+    """One answer, along which every setting goes its own way: where its next root stands."""
+
+    def __init__(self, tally: Tally, tokens: list[int], prompt_len: int) -> None:
+        self._tally, self._tokens = tally, tokens
+        self._roots = [prompt_len - 1] * len(tally.settings)
+
+    @property
+    def position(self) -> int | None:
+        """The foremost place at which a setting needs a proposal; None at the end."""
+        nearest = min(self._roots)
+        return nearest if nearest < len(self._tokens) - 1 else None
+
+    def take(self, position: int, proposal: Proposal) -> None:
+        """Grow and walk the trees of all settings whose root stands at `position`."""
+        tokens = self._tokens
+        for n, (_, grow, budget) in enumerate(self._tally.settings):
+            if self._roots[n] == position:
+                tree = grow(tokens[position], proposal, budget)
                 path, _ = walk(tree, _follow(tree.depths, tokens, position))
-                accepted = min(len(path) - 1, entry.length - 2 - position)
-                rounds[n] += 1
-                kept[n][accepted] += 1
-                position += accepted + 1
-    result = Validation()
-    for n, (name, _, budget) in enumerate(settings):
-        accepted_sum = sum(k * count for k, count in enumerate(kept[n]))
-        result.tau[f"{name}-{budget}"] = 1 + accepted_sum / max(1, rounds[n])
-    largest = max(range(len(settings)), key=lambda n: settings[n][2])
-    total = max(1, rounds[largest])
-    result.survival = [sum(kept[largest][k:]) / total for k in range(1, depth + 1)]
-    return result
+                accepted = min(len(path) - 1, len(tokens) - 2 - position)
+                self._tally.count(n, accepted)
+                self._roots[n] += accepted + 1
 
 
-def _follow(depths: Many[int], tokens: list[int], position: int):  # type: ignore[no-untyped-def]
+def _follow(depths: Many[int], tokens: list[int], position: int) -> Callable[[int], int]:
     """The target's pick at a node whose path agrees with the answer: the answer's next token, -1 behind its
     end.
     """
@@ -89,7 +108,78 @@ def _follow(depths: Many[int], tokens: list[int], position: int):  # type: ignor
     return pick
 
 
-def unigram_coverage(corpus: Corpus, vocab: torch.Tensor) -> float:
+@torch.inference_mode()
+def validate_drafter(
+    drafter: Drafter,
+    corpus: Corpus,
+    entries: Many[Entry],
+    settings: Many[Setting],
+    *,
+    depth: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Validation:
+    """Walk the trees of `settings` along recorded greedy answers, with any drafter.
+
+    The drafter sees what it would see while decoding: the recorded rows of committed tokens, and a sequence
+    that ends at the root. It proposes only where some setting has a root.
+
+    Args:
+        depth: the deepest path that the drafter can propose.
+        dtype, device: of the rows that it is given; those of the target.
+    """
+    tally = Tally(settings, depth)
+    for first in range(0, len(entries), _BATCH):
+        runs = [
+            _Run(key, entry, corpus, tally, drafter, dtype, device)
+            for key, entry in enumerate(entries[first : first + _BATCH])
+        ]
+        while active := [run for run in runs if run.follower.position is not None]:
+            proposals = drafter.propose([run.advance() for run in active])
+            for run, proposal in zip(active, proposals, strict=True):
+                run.follower.take(run.sequence.position, proposal)
+        for run in runs:
+            drafter.free(run.sequence.id)
+    return tally.result()
+
+
+class _Run:
+    """One answer as a drafter meets it."""
+
+    def __init__(
+        self,
+        key: int,
+        entry: Entry,
+        corpus: Corpus,
+        tally: Tally,
+        drafter: Drafter,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._tokens = corpus.tokens(entry).tolist()
+        self._taps = corpus.taps_of(entry).to(device, dtype) if drafter.taps else None
+        self._hidden = corpus.hidden_of(entry).to(device, dtype) if drafter.needs_hidden else None
+        self._drafter, self._seen = drafter, 0
+        self.follower = tally.start(self._tokens, entry.prompt_len)
+        limits = Limits(max_tokens=entry.length, ignore_eos=True)
+        self.sequence = Sequence(key, self._tokens[: entry.prompt_len], Sampling(), limits, lambda ids: "")
+
+    def advance(self) -> Sequence:
+        """Commit tokens and rows up to the foremost root."""
+        position = self.follower.position
+        assert position is not None
+        self.sequence.tokens.extend(self._tokens[len(self.sequence.tokens) : position + 1])
+        if position > self._seen:
+            rows = slice(self._seen, position)
+            parts: list[Tensor | None] = [
+                x[rows] if x is not None else None for x in (self._taps, self._hidden)
+            ]
+            self._drafter.observe(self.sequence.id, parts[0], parts[1])
+            self._seen = position
+        return self.sequence
+
+
+def unigram_coverage(corpus: Corpus, vocab: Tensor) -> float:
     """Share of the training answers' tokens that the draft vocabulary holds."""
     inside = total = 0
     for entry in corpus.training:

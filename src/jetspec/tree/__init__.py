@@ -1,4 +1,4 @@
-"""Draft trees: what a drafter proposes, and three ways to grow a tree of a given budget from it.
+"""Draft trees: what a drafter proposes, and five ways to grow a tree of a given budget from it.
 
 Nothing here needs a model, transformers or torch; the attention mask of a tree, which does need torch, is in
 `jetspec.tree.mask`.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from jetspec.tree.accum import accum
 from jetspec.tree.beam import beam
 from jetspec.tree.best_first import best_first
 from jetspec.tree.chain import chain
 from jetspec.tree.draw import draw_segments, draw_tree
+from jetspec.tree.dynamic import dynamic
 from jetspec.tree.proposal import Children, EmptyProposal, MarginalProposal, MarkovProposal, Proposal, State
 from jetspec.tree.tree import Tree
 
@@ -23,7 +25,13 @@ class Grow(Protocol):
 
 
 # The names that users choose from.
-GROW: dict[str, Grow] = {"best-first": best_first, "beam": beam, "chain": chain}
+GROW: dict[str, Grow] = {
+    "best-first": best_first,
+    "beam": beam,
+    "chain": chain,
+    "accum": accum,
+    "dynamic": dynamic,
+}
 
 __all__ = [
     "GROW",
@@ -35,9 +43,11 @@ __all__ = [
     "Proposal",
     "State",
     "Tree",
+    "accum",
     "beam",
     "best_first",
     "chain",
     "draw_segments",
     "draw_tree",
+    "dynamic",
 ]

@@ -132,6 +132,11 @@ class MarkovProposal:
         self._by_id = self._tokens.argsort(axis=-1)  # [D, K]; a stable sort after it breaks ties by token id
         self._sorted: dict[tuple[int, int], Children] = {}  # many paths can lead to one (depth, candidate)
 
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The candidates [D, K] of every depth, as they were given."""
+        return self._tokens
+
     def expand(self, states: Sequence[State]) -> list[Children]:
         """Sort the rows that are seen for the first time and look up the others."""
         known = self._sorted

@@ -1,0 +1,143 @@
+"""What is decoded: questions of evaluation sets, of one's own files, or a few that come with the package."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jetspec.errors import DataError, OptionError
+from jetspec.target.storage import user_path
+from jetspec.target.target import Target
+
+# The sets of the papers, in their usual order (JetSpec, arXiv 2606.18394, table 1). None is part of jetspec.
+SETS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt_bench")
+# Not in any set, so no measured prompt has been seen before.
+WARM_UP = "Describe in a few sentences how a bicycle stays upright while it is moving."
+BUILTIN = (
+    "A baker sells 12 rolls an hour and opens for 7 hours. 9 rolls are left. How many had been baked?",
+    "Write a Python function that returns the second largest of a list of numbers.",
+    "What is the sum of the whole numbers from 1 to 60? Show each step.",
+    "Explain to a child why the moon changes its shape in the course of a month.",
+    "Write a Python function that checks whether a text reads the same backwards.",
+    "A train goes 180 km in 2.5 hours. How fast is it on average, and how long does it take for 300 km?",
+    "List five things to look at before renting a flat.",
+    "Write a short letter to a neighbour whose music is too loud at night.",
+    "Solve 3x + 7 = 2x - 5 for x, and check the result.",
+    "Compare bicycles and buses for a way to work of six kilometres.",
+)
+
+
+class Question(NamedTuple):
+    """One prompt: the conversation up to the turn that the target answers. Of several turns only the first
+    is asked."""
+
+    set: str
+    id: str
+    messages: tuple[dict[str, str], ...]
+
+
+def read_questions(folder: Path, names: Many[str], count: int) -> list[Question]:
+    """`count` questions of each set `names`, read from `folder`/NAME.jsonl; see `read_file`."""
+    return [q for name in names for q in read_file(folder / f"{name}.jsonl", count)]
+
+
+def read_file(path: Path, count: int) -> list[Question]:
+    """`count` questions of a file, evenly spaced: number i of n is line floor(i * lines / n), from 0 on; all
+    of them if there are fewer. The set is named after the file.
+
+    A `.jsonl` file holds one object a line with `turns` (a list of user turns) or `messages` (role and
+    content), and perhaps `id`; any other file is text, one prompt a line.
+
+    Raises OptionError if `count` is below 1, DataError if the file is missing, empty, or a line that is
+    wanted cannot be read.
+    """
+    if count < 1:
+        raise OptionError(f"--prompts must be at least 1, got {count}")
+    try:
+        # Not splitlines: JSON may hold U+2028.
+        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path} ({error.strerror}); give the folder of the evaluation sets with --data, or "
+            "a file of your own with --prompt-file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+    if not lines:
+        raise DataError(f"{path} holds no prompts; write one a line")
+    count = min(count, len(lines))
+    is_json = path.suffix in (".jsonl", ".json")
+    return [
+        _question(path, index, lines[index], is_json)
+        for index in (number * len(lines) // count for number in range(count))
+    ]
+
+
+def builtin(count: int) -> list[Question]:
+    """The first `count` questions that come with the package."""
+    if count < 1:
+        raise OptionError(f"--prompts must be at least 1, got {count}")
+    return [
+        Question("builtin", f"builtin-{number}", ({"role": "user", "content": text},))
+        for number, text in enumerate(BUILTIN[:count])
+    ]
+
+
+def find_data(given: str | None) -> Path | None:
+    """The folder of the evaluation sets: the given one, else shared/data/eval beside the project's folder or
+    the current one, else None.
+
+    Raises DataError if the given one is no folder.
+    """
+    if given is not None:
+        folder = user_path(given)
+        if not folder.is_dir():
+            raise DataError(f"--data {given} is no folder; give the one that holds SET.jsonl files")
+        return folder
+    beside = Path("shared") / "data" / "eval"
+    for base in (Path.cwd().parent, Path(__file__).resolve().parents[4]):
+        if (base / beside).is_dir():
+            return base / beside
+    return None
+
+
+def encode(target: Target, question: Question) -> list[int]:
+    """A question in the chat template, thinking mode left at its default; without a template the text."""
+    tokenizer = target.tokenizer
+    if tokenizer.has_template:
+        return tokenizer.chat(question.messages)
+    return tokenizer.encode("\n\n".join(message["content"] for message in question.messages))
+
+
+def warm_up_ids(target: Target) -> list[int]:
+    """The prompt of the warm-up, cut for a very short context."""
+    question = Question("warm-up", "warm-up", ({"role": "user", "content": WARM_UP},))
+    return encode(target, question)[-max(1, target.config.max_positions // 2) :]
+
+
+def digest(prompts: Many[Many[int]]) -> str:
+    """A short hash of token ids, so that a record says which text it was made with."""
+    return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()[:12]
+
+
+def _question(path: Path, index: int, line: str, is_json: bool) -> Question:
+    name = path.stem
+    if not is_json:
+        return Question(name, f"{name}-{index}", ({"role": "user", "content": line.strip()},))
+    try:
+        record: Any = json.loads(line)
+        if "messages" in record:
+            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()  # the target writes its own answer
+            messages[-1]
+        else:
+            messages = [{"role": "user", "content": str(record["turns"][0])}]
+        return Question(name, str(record.get("id", f"{name}-{index}")), tuple(messages))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path} line {index + 1} is no object with `turns` or `messages` ({error!r})"
+        ) from None

@@ -1,0 +1,95 @@
+"""Runs as they lie in files of records: provenance, and groups of prompts under one key.
+
+Records of the older `speedup.jsonl` (kind "prompt": one head, builders instead of methods) are read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+from jetspec.bench.methods import PLAIN
+from jetspec.errors import DataError
+
+_OLD_NAMES = {
+    "plain": PLAIN,
+    "best-first": "jetspec-tree",
+    "chain": "jetspec-chain",
+    "accum": "jetspec-accum",
+}
+
+
+class Run(NamedTuple):
+    """A run as it lies in a file: its key, provenance and groups of prompts."""
+
+    key: str
+    facts: dict[str, Any]
+    items: list[dict[str, Any]]
+
+
+def runs_of(records: Many[dict[str, Any]]) -> list[Run]:
+    """All runs that measured anything, the one that was started last at the end; each group of prompts once
+    (the newest, should there be two).
+    """
+    facts = {r["key"]: r["run"] for r in records if r["kind"] == "run"}
+    items: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for record in records:
+        if record["kind"] in ("item", "prompt") and record["key"] in facts:
+            item = record if record["kind"] == "item" else _from_old(record, facts[record["key"]])
+            place = (item["set"], item["temperature"], item["seed"], item["batch"], *item["ids"])
+            items.setdefault(record["key"], {})[place] = item
+    runs = [Run(key, facts[key], list(found.values())) for key, found in items.items()]
+    return sorted(runs, key=lambda run: run.facts["date"])
+
+
+def choose_run(runs: Many[Run], key: str | None, name: str) -> Run:
+    """The newest run, or the one whose key begins with `key`. Raises DataError naming the valid ones."""
+    found = [run for run in runs if key is None or run.key.startswith(key)]
+    if not runs:
+        raise DataError(f"{name} holds no records of a finished prompt; make some with jetspec bench")
+    if not found:
+        raise DataError(f"{name} holds no run {key!r}; valid: {', '.join(run.key for run in runs)}")
+    return found[-1]
+
+
+def volume(run: Run) -> str:
+    """How much was measured, and how busy the machine was."""
+    prompts = {(item["set"], name) for item in run.items for name in item["ids"]}
+    tokens = sum(sum(method["tokens"]) for item in run.items for method in item["methods"])
+    loads = [item["load"] for item in run.items if item.get("load") is not None]
+    peaks = [item["peak_memory"] for item in run.items if item.get("peak_memory") is not None]
+    more = [f"load {min(loads):.1f} to {max(loads):.1f} while measuring"] if loads else []
+    more += [f"peak memory of the process {max(peaks) / 2**30:.2f} GiB"] if peaks else []
+    return (
+        ", ".join([f"{len(prompts)} prompts, {tokens} tokens decoded by all methods together", *more]) + "."
+    )
+
+
+def _from_old(record: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A line of `speedup.jsonl` in the form of today: one prompt, one head, builders instead of methods."""
+    methods = [
+        {
+            **method,
+            "method": _OLD_NAMES.get(method["grow"], method["grow"]),
+            "tokens": [method["tokens"]],
+            "rounds": [method["rounds"]],
+            "finish": [method["finish"]],
+            "clocked": method["tokens"],
+            "steps": method["rounds"],
+            "step_ms": 1e3 * method["seconds"] / method["rounds"],
+            "split_ms": {phase: 1e3 * value / method["rounds"] for phase, value in method["split"].items()},
+            "by_depth": method.get("by_depth", []),
+            "cache_bytes": None,
+            "divergence": [method["divergence"]],
+        }
+        for method in record["methods"]
+    ]
+    return {
+        "set": record["set"],
+        "temperature": facts["arguments"].get("temperature", 0.0),
+        "seed": facts["arguments"].get("seed", 0),
+        "batch": 1,
+        "ids": [record["id"]],
+        "prompt_tokens": [record.get("prompt_tokens", 0)],
+        "methods": methods,
+    }

@@ -1,0 +1,353 @@
+"""`jetspec answers`: the target answers prompts, here or behind an endpoint, and features are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jetspec.cli import options
+from jetspec.cli.loading import use_threads
+from jetspec.cli.progress import TokenBar, confirm_size, say
+from jetspec.errors import OptionError
+
+if TYPE_CHECKING:
+    from jetspec.target.target import Target
+    from jetspec.train.endpoint import Endpoint
+    from jetspec.train.prompts import PromptSet
+    from jetspec.train.responses import AnswerOptions
+
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompts",
+        metavar="SOURCE",
+        help="Prompts: a file of JSON lines, a JSON array, or text with one prompt per line; or a data set of"
+        " the hub, hf:org/name[/config][:split]. May be repeated.",
+    ),
+]
+Tokens = Annotated[int, typer.Option("--tokens", help="Answer tokens to make.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+MaxPrompt = Annotated[
+    int,
+    typer.Option("--max-prompt", help="Longest prompt, in tokens, with the conversation before it."),
+]
+Batch = Annotated[int, typer.Option("--batch", help="Prompts answered at once.")]
+Part = Annotated[
+    str,
+    typer.Option(
+        "--part",
+        metavar="I/N",
+        help="Answer every N-th prompt from the I-th on (from 0), so that N processes can share a file.",
+    ),
+]
+SkipBroken = Annotated[
+    bool, typer.Option("--skip-broken", help="Leave out lines that cannot be read instead of stopping.")
+]
+Exclude = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--exclude",
+        metavar="FILE",
+        help="Evaluation prompts that must not be trained on: prompts that equal or contain one are left out"
+        " and counted. May be repeated.",
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop if there are prompts that --exclude would leave out.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", help="Most records to read from each source.")
+]
+Temperatures = Annotated[
+    str,
+    typer.Option(
+        "--temperatures",
+        metavar="T:SHARE,…",
+        help="Temperatures of the answers and the shares of prompts that get them; one alone is for all.",
+    ),
+]
+RawPrompts = Annotated[
+    bool, typer.Option("--raw", help="Continue the prompts as they are, without chat template (base models).")
+]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking", help="Let the answers begin with reasoning, if the template can."
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the prompts' order and of sampled answers.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before writing many gigabytes.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder that answers are written to.")
+]
+TextOnly = Annotated[
+    bool, typer.Option("--text-only", help="Write the answers' text and no features; see --from.")
+]
+From = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Answer nothing: compute the features of answers that exist as JSON lines. May be repeated.",
+    ),
+]
+Taps = Annotated[
+    str | None,
+    typer.Option(
+        "--taps", metavar="N,N,…", help="Target layers to record, counted from 0; by default five of them."
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="Let an OpenAI-compatible endpoint answer, which serves the target; text only.",
+    ),
+]
+EndpointModel = Annotated[
+    str | None, typer.Option("--endpoint-model", metavar="NAME", help="The target's name at the endpoint.")
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option("--api-key-env", metavar="VAR", help="Environment variable with the endpoint's key."),
+]
+Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests to the endpoint at once.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer of the endpoint.")
+]
+
+MIX = "0:0.6,0.7:0.15,1:0.25"
+
+
+def answers(
+    prompts: Prompts = None,
+    out: Out = Path("data/answers"),
+    model: options.Model = options.DEFAULT_MODEL,
+    tokens: Tokens = 650_000,
+    max_tokens: MaxTokens = 192,
+    max_prompt: MaxPrompt = 512,
+    temperatures: Temperatures = MIX,
+    batch: Batch = 64,
+    part: Part = "0/1",
+    exclude: Exclude = None,
+    strict: Strict = False,
+    limit: Limit = None,
+    skip_broken: SkipBroken = False,
+    raw: RawPrompts = False,
+    thinking: Thinking = None,
+    text_only: TextOnly = False,
+    from_answers: From = None,
+    taps: Taps = None,
+    endpoint: Url = None,
+    endpoint_model: EndpointModel = None,
+    api_key_env: ApiKeyEnv = None,
+    concurrency: Concurrency = 16,
+    timeout: Timeout = 300.0,
+    yes: Yes = False,
+    seed: Seed = 0,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Let the target answer prompts and record its features. Run it again to go on where it stopped."""
+    from jetspec.target.loading import load_target
+    from jetspec.train.responses import AnswerOptions
+
+    settings = AnswerOptions(
+        max_tokens=max_tokens,
+        tokens=tokens,
+        temperatures=parse_mix(temperatures),
+        batch=batch,
+        max_prompt=max_prompt,
+        seed=seed,
+        part=_part(part),
+        raw=raw,
+        thinking=thinking,
+        features=not text_only,
+    )
+    if from_answers and (prompts or endpoint):
+        raise OptionError("--from takes answers that exist, so --prompts and --endpoint cannot go with it")
+    where = _endpoint(endpoint, endpoint_model, api_key_env, concurrency, timeout)
+    use_threads(threads)
+    if from_answers:
+        replay(load_target(model, dtype=dtype, device=device), from_answers, out, skip_broken, taps, yes)
+        return
+    chosen = choose_prompts(prompts, seed, skip_broken, exclude or (), strict, limit)
+    if where is None:
+        target = load_target(model, dtype=dtype, device=device)
+        answer_here(target, chosen, out, settings, taps=taps, yes=yes)
+    else:
+        answer_there(where, chosen, out, settings)
+
+
+def make_answers(
+    target: Target,
+    prompts: Many[str] | None,
+    folder: Path,
+    tokens: int,
+    max_tokens: int,
+    batch: int,
+    part: str,
+    skip_broken: bool,
+    seed: int,
+    *,
+    exclude: Many[Path] = (),
+    strict: bool = False,
+    limit: int | None = None,
+    raw: bool = False,
+    thinking: bool | None = None,
+    write_own: bool = False,
+    taps: str | None = None,
+    yes: bool = False,
+) -> None:
+    """Answer prompts into `folder` with features, as part of `jetspec train`.
+
+    write_own: without prompts the target writes some itself, into `folder/prompts.jsonl`.
+    """
+    from jetspec.train.responses import AnswerOptions
+
+    settings = AnswerOptions(
+        max_tokens=max_tokens,
+        tokens=tokens,
+        batch=batch,
+        seed=seed,
+        part=_part(part),
+        raw=raw,
+        thinking=thinking,
+    )
+    if not prompts and write_own:
+        from jetspec.cli.prompts import own_prompts
+
+        prompts = [str(own_prompts(target, folder / "prompts.jsonl", settings))]
+    chosen = choose_prompts(prompts, seed, skip_broken, exclude, strict, limit)
+    answer_here(target, chosen, folder, settings, taps=taps, yes=yes)
+
+
+def choose_prompts(
+    sources: Many[str] | None,
+    seed: int,
+    skip_broken: bool,
+    exclude: Many[Path],
+    strict: bool,
+    limit: int | None,
+) -> PromptSet:
+    """Read prompts and say what was left out."""
+    from jetspec.train.prompts import load_prompts
+
+    if not sources:
+        raise OptionError(
+            "no prompts: give --prompts FILE (JSON lines with `turns` or `messages`, or text, one per line),"
+            " or let the target write some with `jetspec prompts`"
+        )
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit must be at least 1, got {limit}")
+    found = load_prompts(
+        sources, seed=seed, skip_broken=skip_broken, exclude=exclude, strict=strict, limit=limit
+    )
+    say(*found.report())
+    return found
+
+
+def answer_here(
+    target: Target,
+    chosen: PromptSet,
+    folder: Path,
+    settings: AnswerOptions,
+    *,
+    taps: str | None = None,
+    yes: bool = False,
+) -> None:
+    """Answer with our engine under a progress bar; the size of the features is said before."""
+    from jetspec.train.responses import answer_prompts, expected_tokens
+
+    layers = parse_taps(taps, target.config.num_layers)
+    if settings.features:
+        expected = expected_tokens(target, chosen.prompts, settings)
+        confirm_size(target.config, layers, expected, folder, yes)
+    with TokenBar("answers", settings.tokens) as bar:
+        done = answer_prompts(target, chosen.prompts, folder, layers, settings, bar.show)
+    say(*done.report(settings.tokens), f"  {folder}")
+
+
+def answer_there(where: Endpoint, chosen: PromptSet, folder: Path, settings: AnswerOptions) -> None:
+    """Let an endpoint answer; the text only."""
+    from jetspec.train.endpoint import ask_endpoint
+
+    with TokenBar("answers", settings.tokens) as bar:
+        done = ask_endpoint(where, chosen.prompts, folder, settings, bar.show)
+    text = folder / "answers.jsonl"
+    say(*done.report(settings.tokens), f"  {text}; features: jetspec answers --from {text}")
+
+
+def _endpoint(
+    url: str | None, model: str | None, api_key_env: str | None, concurrency: int, timeout: float
+) -> Endpoint | None:
+    from jetspec.train.endpoint import Endpoint
+
+    if url is None:
+        if model is not None or api_key_env is not None:
+            raise OptionError("--endpoint-model and --api-key-env need --endpoint, the URL of the endpoint")
+        return None
+    if model is None:
+        raise OptionError("--endpoint needs --endpoint-model, the target's name there")
+    return Endpoint(url, model, api_key_env, concurrency, timeout)
+
+
+def replay(
+    target: Target, files: Many[Path], folder: Path, skip_broken: bool, taps: str | None, yes: bool
+) -> None:
+    """Compute features of answers that exist as text."""
+    from jetspec.train.answers import read_answers
+    from jetspec.train.replay import expected_rows, replay_answers
+
+    layers = parse_taps(taps, target.config.num_layers)
+    read = [read_answers(file, skip_broken=skip_broken) for file in files]
+    found = [answer for some, _ in read for answer in some]
+    broken = sum(count for _, count in read)
+    say(f"{len(found)} answers" + (f", {broken} broken lines left out" if broken else ""))
+    confirm_size(target.config, layers, expected_rows(target, found), folder, yes)
+    with TokenBar("features", None) as bar:
+        done = replay_answers(target, found, folder, layers, bar.show)
+    say(*done.report(), f"  {folder}")
+
+
+def parse_mix(text: str) -> tuple[tuple[float, float], ...]:
+    """`T:SHARE,…` as pairs; a temperature alone is for everything."""
+    try:
+        pairs = [piece.split(":") for piece in text.split(",")]
+        if len(pairs) == 1 and len(pairs[0]) == 1:
+            return ((float(pairs[0][0]), 1.0),)
+        return tuple((float(temperature), float(share)) for temperature, share in pairs)
+    except ValueError:
+        raise OptionError(
+            f"--temperatures is {text!r}; give T:SHARE,…, for example {MIX}, or one T"
+        ) from None
+
+
+def parse_taps(text: str | None, layers: int) -> tuple[int, ...]:
+    """Layer numbers, or the default ones."""
+    from jetspec.draft.config import default_tap_layers
+
+    if text is None:
+        return default_tap_layers(layers)
+    try:
+        taps = tuple(int(piece) for piece in text.split(","))
+    except ValueError:
+        taps = (-1,)
+    if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < layers:
+        raise OptionError(f"--taps is {text!r}; give ascending layers from 0 to {layers - 1}, such as 1,3,5")
+    return taps
+
+
+def _part(text: str) -> tuple[int, int]:
+    try:
+        index, count = (int(piece) for piece in text.split("/"))
+    except ValueError:
+        index, count = -1, 0
+    if not 0 <= index < count:
+        raise OptionError(f"--part is {text!r}; give I/N with 0 <= I < N, for example 0/2")
+    return index, count

@@ -1,0 +1,256 @@
+"""From the options of `jetspec bench` to a run: what is asked, what is measured, what is shown."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from jetspec.cli.screen import Screen
+from jetspec.errors import OptionError
+
+if TYPE_CHECKING:
+    from jetspec.bench.methods import Heads, Method
+    from jetspec.bench.prompts import Question
+    from jetspec.bench.run import Bench, Item, Settings
+    from jetspec.bench.runs import Run
+    from jetspec.bench.summary import Row
+    from jetspec.target.target import Target
+
+
+def find_questions(
+    screen: Screen,
+    sets: str | None,
+    data: str | None,
+    files: list[Path],
+    prompts: int,
+    settings: Settings,
+) -> list[Question]:
+    """The prompts of the chosen sets or files; those of the package where there is neither."""
+    from jetspec.bench.prompts import SETS, builtin, find_data, read_file, read_questions
+
+    if prompts < 1:
+        raise OptionError(f"--prompts must be at least 1, got {prompts}")
+    count = settings.prompts_for(prompts)
+    if count != prompts:
+        screen.note(f"jetspec: {count} prompts per set instead of {prompts}, to fill the largest batch")
+    if files:
+        if sets is not None or data is not None:
+            raise OptionError("--prompt-file takes the place of --sets and --data; give one or the other")
+        return [question for path in files for question in read_file(path, count)]
+    folder = find_data(data)
+    if folder is None:
+        if sets is not None and sets != "builtin":
+            raise OptionError("the evaluation sets were not found; give their folder with --data")
+        screen.note(
+            "jetspec: no evaluation sets (see --data): measuring the few prompts that come with the package",
+            style="",
+        )
+        return builtin(count)
+    if sets == "builtin":
+        return builtin(count)
+    names = list(SETS) if sets is None else names_of(sets, "--sets")
+    if sets is None:
+        names = [name for name in names if (folder / f"{name}.jsonl").is_file()]
+        if not names:
+            raise OptionError(
+                f"{folder} holds none of {', '.join(SETS)} as NAME.jsonl; name files with --sets"
+            )
+    return read_questions(folder, names, count)
+
+
+def given_heads(values: list[str]) -> dict[str, str]:
+    """METHOD=FOLDER as a mapping. Raises OptionError."""
+    pairs = [value.partition("=") for value in values]
+    for value, (name, sign, place) in zip(values, pairs, strict=True):
+        if not sign or not name or not place:
+            raise OptionError(f"--head is {value!r}; give METHOD=FOLDER, for example dflash=heads/dflash")
+    return {name: place for name, _, place in pairs}
+
+
+def names_of(text: str, option: str) -> list[str]:
+    """Names between commas. Raises OptionError if there is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise OptionError(f"{option} is empty; give names separated by commas")
+    return names
+
+
+def numbers_of(text: str, option: str, kind: Any) -> tuple[Any, ...]:
+    """Numbers between commas, each once. Raises OptionError if one is none."""
+    try:
+        return tuple(dict.fromkeys(kind(piece) for piece in text.split(",") if piece.strip()))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise OptionError(f"{option} is {text!r}; give {what} separated by commas") from None
+
+
+def prepare(
+    screen: Screen,
+    target: Target,
+    usable: list[Method],
+    skipped: dict[str, str],
+    places: Heads,
+    settings: Settings,
+    out: Path,
+    model: str,
+    assistant: str | None,
+) -> Bench:
+    """Load the outside baselines, leaving out those that cannot run, and put everything together.
+
+    Methods that no case asks for stay: what is run later with the same arguments belongs to the same run.
+    """
+    from jetspec.bench.baselines import Library
+    from jetspec.bench.record import Journal
+    from jetspec.bench.run import Bench
+    from jetspec.errors import UserError
+
+    if settings.outside_prompts == 0:
+        usable = [method for method in usable if not method.outside]
+    library = Library(target, model, assistant) if any(m.outside for m in usable) else None
+    for method in list(usable):
+        if not settings.reaches(method):
+            where = "T = 0 and batch 1" if method.outside else "temperatures above 0"
+            screen.note(f"jetspec: {method.name} is measured at {where} only", style="")
+        elif method.outside and library is not None:
+            try:
+                library.model()
+                library.options(method.name)
+            except UserError as error:
+                usable.remove(method)
+                skipped[method.name] = str(error)
+                screen.note(f"jetspec: {method.name} is left out: {error}", style="")
+    journal = Journal(out, lambda text: screen.note(f"jetspec: {text}", style=""))
+    return Bench(target, usable, places, settings, journal, library, skipped)
+
+
+def measure(
+    screen: Screen,
+    made: Bench,
+    questions: list[Question],
+    target: Target,
+    settings: Settings,
+    fresh: bool,
+    json: bool,
+) -> None:
+    """Measure what is missing under a progress bar, then show all that was asked for."""
+    from jetspec.bench.run import place_of, plan
+    from jetspec.bench.runs import runs_of
+    from jetspec.bench.summary import summarise
+
+    items = plan(questions, target, settings, lambda text: screen.note(f"jetspec: {text}", style=""))
+    done = set() if fresh else made.done()
+    missing = [item for item in items if item.place not in done]
+    if len(missing) < len(items):
+        screen.note(
+            f"jetspec: {len(items) - len(missing)} of {len(items)} groups of prompts are recorded already"
+        )
+    try:
+        _watch(screen, made, missing)
+    except KeyboardInterrupt:
+        screen.note(f"jetspec: interrupted; what is done is kept in {made.journal.path}", style="")
+        raise
+    wanted = {item.place for item in items}
+    run = next(run for run in reversed(runs_of(made.journal.read())) if run.key == made.key)
+    rows = summarise([record for record in run.items if place_of(record) in wanted])
+    show(screen, run, rows, json)
+    if any(row.broken for row in rows if not row.outside):
+        raise typer.Exit(1)
+
+
+def _watch(screen: Screen, made: Bench, missing: list[Item]) -> None:
+    """Run under a progress bar with the time that is left; without a terminal, a line now and then."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    on_terminal = screen.err.is_terminal and not screen.quiet
+    start = last = time.monotonic()
+    with Progress(*columns, console=screen.err, disable=not on_terminal, transient=True) as bar:
+        task = bar.add_task("measuring", total=len(missing))
+        for number, item in enumerate(made.run(missing), start=1):
+            bar.update(task, advance=1, description=f"{item.set}, T = {item.temperature:g}")
+            now = time.monotonic()
+            if not on_terminal and now - last > 60:
+                left = (now - start) / number * (len(missing) - number) / 60
+                screen.note(f"jetspec: {number} of {len(missing)} groups, about {left:.0f} min left")
+                last = now
+
+
+def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:
+    """Tables of a run, its misses, and where the numbers come from."""
+    from jetspec.bench.record import footer
+    from jetspec.bench.runs import volume
+    from jetspec.bench.table import LEGEND, findings, grids
+
+    skipped = run.facts["arguments"].get("skipped", {})
+    lines = findings(rows, skipped)
+    if json:
+        screen.json(
+            {
+                "key": run.key,
+                "run": run.facts,
+                "rows": [row.values() for row in rows],
+                "findings": lines,
+                "peak_memory": max(
+                    (i["peak_memory"] or 0 for i in run.items if "peak_memory" in i), default=0
+                ),
+            }
+        )
+        return
+    if not screen.out.is_terminal:
+        screen.out.width = 200  # tables are not to be cut where there is no terminal
+    for grid in grids(rows, skipped, depths=False):
+        screen.show(grid.rich())
+    for line in [LEGEND, *lines, volume(run), footer(run.facts), f"run {run.key}, {run.facts['date']}"]:
+        screen.line(line)
+
+
+def list_methods(screen: Screen, target: Target, places: Heads, assistant: str | None, json: bool) -> None:
+    """The methods with what they are and where their heads are."""
+    from jetspec.bench.methods import METHODS
+
+    listed = []
+    for method in METHODS.values():
+        place = None if method.family is None else places.find(method)
+        if method.family is not None:
+            state = "no head" if place is None else f"head {place}"
+        elif method.name == "hf-assisted":
+            state = "no assistant" if assistant is None else f"assistant {assistant}"
+        else:
+            state = "ready"
+        listed.append({"method": method.name, "about": method.about, "family": method.family, "state": state})
+    if json:
+        screen.json({"model": target.name, "methods": listed})
+        return
+    for entry in listed:
+        screen.line(f"{entry['method']:<14}  {entry['about']:<52}  {entry['state']}")
+
+
+def read_run(screen: Screen, records: list[Path], key: str | None) -> Run:
+    """The chosen run of the files."""
+    from jetspec.bench.record import Journal
+    from jetspec.bench.runs import choose_run, runs_of
+    from jetspec.errors import DataError
+
+    found = []
+    for path in records:
+        if not path.is_file():
+            raise DataError(f"{path} is no file of records; jetspec bench --out writes one")
+        found += Journal(path, lambda text: screen.note(f"jetspec: {text}", style="")).read()
+    return choose_run(runs_of(found), key, " ".join(map(str, records)))

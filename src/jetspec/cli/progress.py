@@ -1,0 +1,93 @@
+"""What long stages of training data show: a bar on a terminal, lines at the end, and a question before
+gigabytes are written. All on standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import typer
+
+from jetspec.cli.screen import printable
+from jetspec.errors import StorageError
+
+if TYPE_CHECKING:
+    from jetspec.target.config import ModelConfig
+
+ASK_ABOVE = 4_000_000_000  # bytes of features that are written without asking
+
+
+def say(*lines: str) -> None:
+    """Lines on standard error, as they are."""
+    for line in lines:
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+class Count(Protocol):
+    """What a bar shows of a run."""
+
+    answered: int
+    tokens: int
+
+
+class TokenBar:
+    """A progress bar of answer tokens; without a total it counts only."""
+
+    def __init__(self, label: str, total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(label),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens, {task.fields[answered]} answers"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._total = total
+        self._task = self._bar.add_task(label, total=total, answered=0)
+
+    def __enter__(self) -> TokenBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def show(self, count: Count) -> None:
+        """Where a run stands."""
+        done = count.tokens if self._total is None else min(count.tokens, self._total)
+        self._bar.update(self._task, completed=done, answered=count.answered)
+
+
+def confirm_size(config: ModelConfig, taps: tuple[int, ...], tokens: float, folder: Path, yes: bool) -> None:
+    """Say how large the features of `tokens` tokens (prompts included) will be, and ask on a terminal if
+    that is much.
+
+    Raises StorageError if the disk is too small, unless `yes`; Abort if the answer is no.
+    """
+    from jetspec.train.answer_folder import feature_bytes, folder_bytes, free_bytes
+
+    each = feature_bytes(config, taps)
+    there, free = folder_bytes(folder), free_bytes(folder)
+    size = max(0.0, tokens * each - there)
+    more = " more" if there else ""
+    say(f"features: about {_gb(size)}{more} ({each / 1000:.1f} kB per token), {_gb(free)} free")
+    if yes:
+        return
+    if size > free:
+        raise StorageError(
+            f"about {_gb(size)} of features do not fit into {_gb(free)} in {folder}; use fewer --tokens,"
+            " another --out, --text-only, or --yes to try all the same"
+        )
+    if size > ASK_ABOVE and sys.stdin is not None and sys.stdin.isatty():
+        typer.confirm(f"write about {_gb(size)} to {folder}?", default=True, abort=True, err=True)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

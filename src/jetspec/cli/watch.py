@@ -1,0 +1,63 @@
+"""Progress of a training run: a bar with the loss of every depth, and a line per validation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from jetspec.train.loop import Report
+
+_SMOOTHING = 0.95
+
+
+class Watch:
+    """A callback for `train_head`. Losses are smoothed over about twenty steps."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=None, loss="")
+        self._smooth: list[float] = []
+
+    def __enter__(self) -> Watch:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, report: Report) -> None:
+        """Show a report."""
+        if report.by_depth:
+            new = [report.loss, *report.by_depth]
+            old = self._smooth or new
+            self._smooth = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in zip(old, new, strict=True)]
+            total, *depths = (f"{value:.2f}" for value in self._smooth)
+            text = f"loss {total}, by depth {' '.join(depths)}"
+            self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
+        if report.validation is not None:
+            taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
+            self.console.print(
+                f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}",
+                highlight=False,
+                soft_wrap=True,
+            )

@@ -1,0 +1,174 @@
+"""JetSpec, DFlash and DSpark heads as families: options, published defaults, and the untrained head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetspec.draft.config import ALIGNMENTS, SCORERS, HeadConfig
+from jetspec.errors import DataError, OptionError
+from jetspec.target.loading import read_model
+from jetspec.target.target import Target
+from jetspec.train.block import BlockMethod
+from jetspec.train.data import Corpus
+from jetspec.train.families import Family
+from jetspec.train.model import HeadModule, initialise
+from jetspec.train.weighting import LossOptions
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Shape of a block head. The defaults are our own small JetSpec head.
+
+    layers, block_size   draft layers, and slots per block (root included)
+    taps                 target layers that it reads; none given: five, spread by DFlash's rule
+    vocab                size of the draft vocabulary: the most frequent ids of the answers; 0 = all
+    scorer, rank         path scorer: "none", "vanilla", "gated" or "rnn", and its rank
+    plain                leave out the direct input and the slot embedding, as published heads do
+    causal               slots see only earlier ones (JetSpec) or their whole block (DFlash, DSpark)
+    alignment            "in_place", or "shifted", where the root's slot drafts, too (DSpark)
+    confidence           whether there is a confidence head
+    mask_token           id whose embedding fills the open slots; none given: one that text cannot hold
+    warm                 start from the target's last layers
+    """
+
+    layers: int = 2
+    block_size: int = 8
+    taps: tuple[int, ...] = ()
+    vocab: int = 8192
+    scorer: str = "gated"
+    rank: int = 64
+    plain: bool = False
+    causal: bool = True
+    alignment: str = "in_place"
+    confidence: bool = False
+    mask_token: int | None = None
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        lows = {"layers": 1, "block_size": 1 if self.alignment == "shifted" else 2, "vocab": 0, "rank": 0}
+        for name, low in lows.items():
+            if getattr(self, name) < low:
+                raise OptionError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        for name, valid in (("scorer", SCORERS), ("alignment", ALIGNMENTS)):
+            if getattr(self, name) not in valid:
+                raise OptionError(f"{name} {getattr(self, name)!r} is unknown; valid: {', '.join(valid)}")
+        if (self.rank > 0) != (self.scorer != "none"):
+            raise OptionError(
+                f"scorer {self.scorer!r} does not go with rank {self.rank}; give rank 0 with 'none' only"
+            )
+
+
+@dataclass(frozen=True)
+class DFlashOptions(BlockOptions):
+    """Shape of a DFlash head, as published: bidirectional, without a scorer."""
+
+    scorer: str = "none"
+    rank: int = 0
+    plain: bool = True
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class DSparkOptions(BlockOptions):
+    """Shape of a DSpark head, as published: shifted, bidirectional, Markov head and confidence head."""
+
+    block_size: int = 7
+    scorer: str = "vanilla"
+    plain: bool = True
+    causal: bool = False
+    alignment: str = "shifted"
+    confidence: bool = True
+
+
+def check_fits(target: Target, options: BlockOptions) -> None:
+    """Refuse what this target cannot have. Raises OptionError."""
+    width, vocab = target.config.hidden_size, target.config.vocab_size
+    if options.rank > width:
+        raise OptionError(f"rank must be at most {width}, the target's hidden size, got {options.rank}")
+    if options.mask_token is not None and not 0 <= options.mask_token < vocab:
+        raise OptionError(f"mask_token must be an id from 0 to {vocab - 1}, got {options.mask_token}")
+    last = max(0, target.config.num_layers - 2)
+    if options.taps and not (list(options.taps) == sorted(set(options.taps)) and options.taps[-1] <= last):
+        raise OptionError(
+            f"taps must be strictly increasing layers from 0 to {last} (the last layer of the target is not "
+            f"allowed), got {list(options.taps)}"
+        )
+
+
+def taps_of(target: Target, options: BlockOptions) -> tuple[int, ...] | None:
+    """The layers that were asked for, or all that the answers hold."""
+    return options.taps or None
+
+
+def build(target: Target, corpus: Corpus, options: BlockOptions, loss: LossOptions, seed: int) -> BlockMethod:
+    """An untrained head. Raises DataError if the answers were made by a target of another width."""
+    config = HeadConfig.for_target(
+        target.config,
+        layers=options.layers,
+        block_size=options.block_size,
+        taps=corpus.taps,
+        mask_token_id=mask_token(target) if options.mask_token is None else options.mask_token,
+        causal=options.causal,
+        direct=not options.plain,
+        slot_embedding=not options.plain,
+        scorer=options.scorer,
+        rank=options.rank,
+        alignment=options.alignment,
+        confidence=options.confidence,
+        confidence_with_markov=options.scorer != "none",
+        layout="specforge" if options.alignment == "shifted" else "dflash",
+    )
+    check_widths(corpus, len(config.taps), target)
+    module = HeadModule(config, target.transformer.embedding.float())
+    weights = read_model(target.name).weights if options.warm else None
+    initialise(module, weights, seed=seed, tap_scale=tap_scale(corpus))
+    vocab = corpus.frequent_ids(draft_size(target, options.vocab), target.config.vocab_size)
+    return BlockMethod(module, target, vocab, loss)
+
+
+def check_widths(corpus: Corpus, taps: int, target: Target) -> None:
+    """Refuse answers of another target before a matrix product fails on them. Raises DataError."""
+    entry, hidden = corpus.training[0], target.config.hidden_size
+    widths = corpus.taps_of(entry).shape[1], corpus.hidden_of(entry).shape[1]
+    if widths != (taps * hidden, hidden):
+        raise DataError(
+            f"the answers were made by a target of width {widths[1]}, but {target.name} has {hidden}; "
+            "answer the prompts with this target"
+        )
+
+
+def draft_size(target: Target, vocab: int) -> int:
+    """Size of the draft vocabulary for an option where 0 means all."""
+    return vocab if 0 < vocab < target.config.vocab_size else target.config.vocab_size
+
+
+def mask_token(target: Target) -> int:
+    """An id that text can never produce: the last added special token that does not end a text; else the
+    last id.
+
+    A head with a slot embedding adds it, so which one it is hardly matters there.
+    """
+    specials = [n for n in target.tokenizer.special_ids if n < target.config.vocab_size]
+    free = [n for n in specials if n not in target.tokenizer.eos_ids]
+    return max(free) if free else target.config.vocab_size - 1
+
+
+def tap_scale(corpus: Corpus) -> float:
+    """Root mean square of the last tap over one answer, its first rows (attention sinks) left out."""
+    taps = corpus.taps_of(corpus.training[0])
+    width = taps.shape[1] // len(corpus.taps)
+    rows = taps[4:] if taps.shape[0] > 5 else taps  # the last row is empty
+    return float(rows[:, -width:].pow(2).mean().sqrt())
+
+
+FAMILIES = {
+    "jetspec": Family(BlockOptions, LossOptions(), check_fits, taps_of, build),
+    "dflash": Family(DFlashOptions, LossOptions(kl=0.0, ce=1.0, decay=4.0), check_fits, taps_of, build),
+    "dspark": Family(
+        DSparkOptions,
+        LossOptions(kl=0.0, ce=0.1, l1=0.9, confidence=1.0, decay=4.0),
+        check_fits,
+        taps_of,
+        build,
+    ),
+}

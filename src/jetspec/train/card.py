@@ -1,0 +1,103 @@
+"""The model card beside a head: what it was trained for, on what and how, what it reaches, how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jetspec.train.log import read_log, write_whole
+
+_TITLES = {
+    "jetspec": ("JetSpec", "arXiv 2606.18394"),
+    "dflash": ("DFlash", "arXiv 2602.06036"),
+    "dspark": ("DSpark", "arXiv 2607.05147"),
+    "eagle3": ("EAGLE-3", "arXiv 2503.01840"),
+    "mtp": ("MTP", "arXiv 2412.19437"),
+}
+
+
+def write_card(head: Path, manifest: Mapping[str, Any], log: Path) -> None:
+    """Write `README.md` into a head's folder from manifest and log. Raises StorageError."""
+    write_whole(head / "README.md", card(manifest, read_log(log)))
+
+
+def card(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
+    """The text of a model card."""
+    target = manifest.get("target", {})
+    name, paper = _TITLES.get(str(manifest.get("method")), (str(manifest.get("method")), ""))
+    data = manifest.get("data", {})
+    lines = [
+        "---",
+        "library_name: jetspec",
+        f"base_model: {target.get('name')}",
+        "tags: [speculative-decoding, draft-head]",
+        "---",
+        "",
+        f"# {name} draft head for {target.get('name')}",
+        "",
+        f"It drafts tokens for {target.get('name')}, which verifies them: the text is the target's own, only "
+        f"sooner. Method: {name}{f' ({paper})' if paper else ''}.",
+        "",
+        "```sh",
+        f'jetspec --model {target.get("name")} --head FOLDER "your prompt"',
+        "```",
+        "",
+        "FOLDER is the folder of this file. The head is refused on a target of another shape or tokenizer "
+        f"(hash {str(target.get('tokenizer_hash'))[:16]}). It was trained with the target's chat template "
+        f"(hash {str(target.get('template_hash'))[:16]}) and drafts worse without it. Layers of the target "
+        "that it reads are counted from 0 and mean a layer's output.",
+        "",
+        "## What it reaches",
+        "",
+        *_reached(manifest, records),
+        "",
+        "## How it was trained",
+        "",
+        f"- data: {data.get('answers')} answers that the target wrote itself, {data.get('answer_tokens')} "
+        f"tokens for training, {data.get('held_out')} answers held out",
+        f"- loss: {manifest.get('loss')}",
+        f"- {manifest.get('steps')} steps, {_hours(float(manifest.get('training_seconds', 0)))}, "
+        f"{manifest.get('supervised_blocks')} blocks; products in {manifest.get('products')}, "
+        f"{manifest.get('threads')} threads, torch {manifest.get('torch')}, commit {manifest.get('commit')}",
+        "",
+        *_table("head", manifest.get("head_options", {})),
+        "",
+        *_table("training", manifest.get("options", {})),
+        "",
+        "## Licence",
+        "",
+        f"The head is derived from {target.get('name')} and from its answers. Check the licence of the "
+        "target, and of the prompts, before you pass the head on.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reached(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> list[str]:
+    """tau at the end and on the way, as tables."""
+    final = manifest.get("validation", {}).get("tau", {})
+    if not final:
+        return ["Not validated: there were no held-out greedy answers."]
+    curve = [record for record in records if record.get("validation")]
+    rows = [[f"{record['seconds'] / 60:.1f}", *_taus(record["validation"]["tau"], final)] for record in curve]
+    return [
+        "τ, tokens per forward of the target, on held-out greedy answers, by way of growing and budget "
+        "(drafted nodes per round), against minutes of training:",
+        "",
+        f"| minutes | {' | '.join(final)} |",
+        f"|---|{'---|' * len(final)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _taus(found: Mapping[str, float], names: Mapping[str, float]) -> list[str]:
+    return [f"{found[name]:.2f}" if name in found else "" for name in names]
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def _table(what: str, options: Mapping[str, Any]) -> list[str]:
+    rows = [f"| {key} | {value} |" for key, value in options.items()]
+    return [f"| {what} option | value |", "|---|---|", *rows]

@@ -1,0 +1,144 @@
+"""`jetspec bench` and `jetspec theory` as a user types them, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jetspec.bench.methods import METHODS
+from jetspec.cli import bench_run
+from tests.bench.tiny import facts, items
+from tests.helpers import jetspec, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+
+@pytest.fixture
+def given(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Options of a short run on two prompts of one's own."""
+    monkeypatch.setattr("jetspec.bench.record.source_hash", lambda: "code")  # somebody may be editing it
+    (tmp_path / "mine.txt").write_text("Hello there\nCount to ten\n", "utf-8")
+    own = ["--head", "jetspec=decoy", "--prompt-file", tmp_path / "mine.txt", "--prompts", 2, "-n", 8]
+    return ["bench", "--model", tiny_folder, *own, "--out", tmp_path / "r.jsonl"]
+
+
+def test_bench_then_everything_made_of_it(given: list[object], tmp_path: Path) -> None:
+    """Guards the whole way: measure, print, measure nothing again, table, plots, report, theory."""
+    first = jetspec(*given, "--methods", "jetspec-tree,jetspec-chain,mtp,hf-generate")
+    assert first.code == 0, first
+    assert "jetspec-tree 8" in first.out and "no head" in first.out and "hf-generate" in first.out
+    assert "jetspec: mtp is left out: no head" in first.err and "Not measured: mtp" in first.out
+    assert "2/2" in first.out and "NOT LOSSLESS" not in first.out
+    lines = (tmp_path / "r.jsonl").read_text("utf-8").splitlines()
+    again = jetspec(*given, "--methods", "jetspec-tree,jetspec-chain,mtp,hf-generate", "--json")
+    assert (tmp_path / "r.jsonl").read_text("utf-8").splitlines() == lines
+    values = again.json
+    assert {row["method"] for row in values["rows"]} == {
+        "plain",
+        "jetspec-tree",
+        "jetspec-chain",
+        "hf-generate",
+    }
+    assert all(row["same"] == 2 for row in values["rows"])
+    jetspec(*given, "--methods", "jetspec-tree,jetspec-chain,mtp,hf-generate", "--fresh", "--json")
+    assert len((tmp_path / "r.jsonl").read_text("utf-8").splitlines()) == 2 * len(lines)
+
+    records = tmp_path / "r.jsonl"
+    table = jetspec("bench", "table", records)
+    assert table.code == 0 and "| jetspec-tree 8 |" in table.out and "### Speedup" in table.out
+    assert jetspec("bench", "table", records, "--json").json["key"] == values["key"]
+    plots = jetspec("bench", "plot", records, "--out", tmp_path / "plots", "--format", "svg")
+    assert plots.code == 0 and (tmp_path / "plots" / "round.svg").is_file()
+    report = jetspec("bench", "report", records, "--out", tmp_path / "report.html")
+    assert report.code == 0 and "<svg" in (tmp_path / "report.html").read_text("utf-8")
+    theory = jetspec("theory", records, "--out", tmp_path / "theory.png", "--json").json
+    assert [mark["method"] for mark in theory["measured"]] == ["jetspec-tree", "jetspec-chain"]
+    assert (tmp_path / "theory.png").is_file()
+
+
+def test_a_difference_is_exit_code_1(given: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the alarm in scripts: a run whose text differs fails, and says so."""
+    from jetspec.target.cache import KVCache
+
+    keep = KVCache.keep
+    monkeypatch.setattr(KVCache, "keep", lambda self, key, path: keep(self, key, range(len(path))))
+    done = jetspec(*given, "--methods", "jetspec-tree")
+    assert done.code == 1 and "NOT LOSSLESS: jetspec-tree 8 on mine" in done.out
+
+
+def test_interrupted_runs_keep_what_is_done(
+    given: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards Ctrl-C: exit code 130, a line that says where the records are, and the first prompt in them."""
+    run = bench_run._watch
+
+    def interrupted(screen: object, made: object, missing: list[object]) -> None:
+        run(screen, made, missing[:1])  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "_watch", interrupted)
+    done = jetspec(*given, "--methods", "jetspec-tree")
+    assert done.code == 130 and "interrupted; what is done is kept in" in done.err
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text("utf-8").splitlines()]
+    assert kinds == ["run", "item"]
+
+
+def test_list_names_every_method(tiny_folder: Path) -> None:
+    """Guards discovery: each method with its state, and where heads come from."""
+    done = jetspec("bench", "--list", "--model", tiny_folder, "--head", "dflash=echo")
+    assert done.code == 0
+    found = {line.split()[0]: line for line in done.out.splitlines()}
+    assert set(found) == set(METHODS)
+    assert found["ddtree"].endswith("head echo") and found["mtp"].endswith("no head")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "tree"], "unknown method 'tree'; valid: all, plain"),
+        (["--methods", ","], "--methods is empty"),
+        (["--budgets", "8,x"], "--budgets is '8,x'; give whole numbers separated by commas"),
+        (["--budgets", "0"], "budget 0 is plain decoding"),
+        (["--temperatures", "-1"], "temperature must be"),
+        (["--prompts", "0"], "--prompts must be at least 1"),
+        (["--head", "mtp"], "--head is 'mtp'; give METHOD=FOLDER"),
+        (["--data", "/nowhere"], "--data /nowhere is no folder"),
+        (["--prompt-file", "x.txt", "--sets", "gsm8k"], "--prompt-file takes the place of"),
+    ],
+)
+def test_errors_come_before_the_model_is_loaded(arguments: list[str], message: str) -> None:
+    """Guards patience: what is wrong with the options is said at once, on one line, with what is valid."""
+    assert message in jetspec("bench", "--model", "/no/such/model", *arguments).error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "table", "none.jsonl"], "none.jsonl is no file of records"),
+        (["bench", "plot", "RECORDS", "--format", "pdf"], "valid: svg, png"),
+        (["bench", "report", "RECORDS", "--run", "zz"], "holds no run 'zz'; valid: k"),
+        (["theory", "RECORDS", "--batch", "9"], "no drafting method"),
+        (["theory", "--alpha", "1.5"], "alpha is a probability"),
+        (["theory", "--cost", "x"], "--cost is 'x'"),
+        (["theory", "--out", "x.pdf"], "give a .svg or a .png file"),
+    ],
+)
+def test_errors_of_what_is_made_of_records(tmp_path: Path, arguments: list[str], message: str) -> None:
+    """Guards the other verbs' messages likewise."""
+    records = tmp_path / "records.jsonl"
+    lines = [{"kind": "run", "key": "k", "run": facts()}, *items(2, 2.0)]
+    records.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    done = jetspec(*(str(records) if word == "RECORDS" else word for word in arguments))
+    assert message in done.error
+
+
+def test_theory_needs_no_records() -> None:
+    """Guards the article's figure: both costs, as a table and as JSON."""
+    done = jetspec("theory")
+    assert done.code == 0 and "c = 0.05" in done.out and "c = 0.0005" in done.out
+    values = jetspec("theory", "--alpha", "0.8", "--cost", "0.05", "--json").json
+    assert next(v["speedup"] for v in values["formula"] if v["n"] == 8) == pytest.approx(
+        (1 - 0.8**9) / 0.2 / 1.4
+    )

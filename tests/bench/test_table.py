@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from jetspec.bench.summary import summarise
+from jetspec.bench.table import Grid, findings, grids, main_grid
+from tests.bench.tiny import item, items, method
+
+SKIPPED = {"mtp": "no head: none is packaged", "hf-assisted": "no assistant: give one"}
+
+
+def test_main_table_has_the_papers_layout() -> None:
+    """Guards the layout: a row per method and budget, a column per set and one for all, plain decoding's
+    tokens per second, and a row for each method that was not measured."""
+    rows = summarise([*items(3, 2.0, "gsm8k"), *items(2, 0.5, "mbpp")])
+    grid = main_grid(rows, SKIPPED, "T = 0")
+    assert grid.columns == ("method", "gsm8k (3)", "mbpp (2)", "all (5)")
+    named = {row[0]: row[1:] for row in grid.rows}
+    assert named["plain"][0] == "10.0 tok/s"
+    assert named["jetspec-tree 8"][0] == "2.00×/2.55" and named["jetspec-tree 8"][1] == "0.50×/2.52 ✗"
+    assert named["mtp"] == ("no head",) * 3 and named["hf-assisted"] == ("left out",) * 3
+
+
+def test_misses_and_differences_are_said() -> None:
+    """Guards honesty: slower and undecided cells are marked and listed with their intervals, a text that
+    differs is the first thing said, and a faster baseline from outside is a miss as well."""
+    wrong = {"place": 0, "gap": 1.0, "tie": False}
+    records = [*items(3, 0.5, "gsm8k", divergence=[wrong]), *items(2, 1.0, "mbpp"), *items(2, 3.0, "aime25")]
+    for record in records:
+        record["methods"].append(method("hf-generate", 0, 0.01, [9], [9]))
+    lines = findings(summarise(records), SKIPPED)
+    assert lines[0].startswith("NOT LOSSLESS: jetspec-tree 8 on gsm8k: 3 of 3 answers differ")
+    slower = "Miss: jetspec-tree 8, T = 0, batch 1: slower than plain decoding on gsm8k 0.50 (0.50–0.50)"
+    assert any(line.startswith(slower) for line in lines)
+    assert any("not told apart from plain decoding on mbpp 1.00 (" in line for line in lines)
+    assert not any("aime25" in line for line in lines if line.startswith("Miss: jetspec"))
+    assert any(line.startswith("Miss: plain decoding on gsm8k is slower than hf-generate") for line in lines)
+    assert [line for line in lines if line.startswith("Not measured")] == [
+        "Not measured: mtp (no head: none is packaged)",
+        "Not measured: hf-assisted (no assistant: give one)",
+    ]
+    assert findings(summarise(items(3, 2.0)), {}) == []
+
+
+def test_all_tables_of_all_cases() -> None:
+    """Guards the list: main, details, split and both kinds of acceptance, for each temperature and batch."""
+    tree = method("jetspec-tree", 8, 1.0, [20], [10], by_depth=[[10, 6], [8, 4]])
+    one = item(0, [method("plain", 0, 2.0, [20], [20]), tree])
+    found = grids(summarise([one, {**one, "temperature": 1.0}]), {})
+    assert len(found) == 10 and len({grid.title for grid in found}) == 10
+    details, split = found[1], found[2]
+    assert dict(zip(details.columns, details.rows[1], strict=True))["identical"] == "1/1"
+    assert dict(zip(split.columns, split.rows[1], strict=True))["÷ plain round"] == "1.00"
+    assert found[3].rows == [("jetspec-tree 8", "0.60", "0.40")]
+    assert found[4].rows == [("jetspec-tree 8", "0.60", "0.67")]
+    assert len(grids(summarise([one]), {}, depths=False)) == 3
+
+
+def test_markdown_and_html_are_escaped() -> None:
+    """Guards pages and READMEs against set names that are markup."""
+    grid = Grid("a < b", ("x", "y|z"), [("<b>", "0.50×/1.00 ✗")])
+    assert "y\\|z" not in grid.markdown() or grid.markdown().count("\n") == 2
+    assert "&lt;b&gt;" in grid.html() and "<caption>a &lt; b</caption>" in grid.html()
+    assert '<td class="miss">0.50×/1.00 ✗</td>' in grid.html()

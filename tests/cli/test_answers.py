@@ -1,0 +1,211 @@
+"""`jetspec prompts` and `jetspec answers`: what a user sees, and that every fault is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from jetspec.cli import progress
+from jetspec.cli.answers import parse_mix, parse_taps
+from jetspec.errors import OptionError
+from jetspec.train.answers import read_answers
+from jetspec.train.features import read_shard, shard_paths
+from tests.helpers import Finished, changed_model, jetspec, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+LINES = [
+    {"turns": ["Hello there"]},
+    {"turns": ["Count to ten"]},
+    {"turns": ["hello  THERE"]},
+    {"turns": ["Why?"]},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A small prompt file with a duplicate."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+def answers(tiny: Path, *given: object) -> Finished:
+    """Run `jetspec answers` with short answers."""
+    return jetspec("answers", "--model", tiny, "--max-tokens", 6, *given)
+
+
+def test_answers_then_features_from_text(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """Guards the whole way: counts and size are said, text lies beside the shards, and --from rebuilds the
+    same features from the text."""
+    done = answers(tiny_folder, "--prompts", prompts, "--out", tmp_path / "a")
+    assert (done.code, done.out) == (0, "")
+    assert "3 prompts of 4 records\n  left out: 1 duplicates\nfeatures: about" in done.err
+    assert "3 turns answered, 18 tokens" in done.err and "the prompts ran out before 650000" in done.err
+    again = jetspec(
+        "answers", "--model", tiny_folder, "--from", tmp_path / "a" / "answers.jsonl", "-o", tmp_path / "b"
+    )
+    assert again.code == 0 and "3 answers\n" in again.err
+    one, other = (
+        {s.prompt: s for path in shard_paths(tmp_path / name) for s in read_shard(path)} for name in "ab"
+    )
+    by_text = [answer.number for answer in read_answers(tmp_path / "a" / "answers.jsonl")[0]]
+    assert len(one) == 3
+    for place, number in enumerate(by_text):
+        assert one[number].tokens.tolist() == other[place].tokens.tolist()
+        assert torch.allclose(one[number].hidden.float(), other[place].hidden.float(), rtol=2e-3, atol=2e-2)
+
+
+def test_text_only_and_raw(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """Guards the small output: no shards, no question about size; and prompts as they are."""
+    done = answers(tiny_folder, "--prompts", prompts, "-o", tmp_path / "a", "--text-only", "--raw")
+    assert done.code == 0 and "features" not in done.err
+    found, _ = read_answers(tmp_path / "a" / "answers.jsonl")
+    assert len(found) == 3 and all(answer.raw for answer in found) and not shard_paths(tmp_path / "a")
+
+
+def test_an_endpoint_needs_no_model(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a machine without the weights: nothing is loaded, and the way to the features is named."""
+    client = httpx.AsyncClient
+
+    def server(request: httpx.Request) -> httpx.Response:
+        choice = {"message": {"content": "ok"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 2}})
+
+    def mocked(**given: Any) -> httpx.AsyncClient:
+        return client(**{**given, "transport": httpx.MockTransport(server)})
+
+    monkeypatch.setattr(httpx, "AsyncClient", mocked)
+    out = tmp_path / "a"
+    given = ["--prompts", prompts, "-o", out, "--endpoint", "http://host:1", "--model", "nowhere"]
+    done = jetspec("answers", *given, "--endpoint-model", "m")
+    assert done.code == 0 and f"jetspec answers --from {out}/answers.jsonl" in done.err
+    assert "3 turns answered, 6 tokens" in done.err
+    assert "--endpoint-model" in jetspec("answers", *given).error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "no prompts: give --prompts"),
+        (["--prompts", "PROMPTS", "--from", "x"], "--prompts and --endpoint cannot go with it"),
+        (["--prompts", "PROMPTS", "--api-key-env", "X"], "need --endpoint"),
+        (["--prompts", "PROMPTS", "--endpoint", "host", "--endpoint-model", "m"], "give a URL"),
+        (["--from", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--prompts", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--prompts", "hf:x"], "names no data set"),
+        (["--prompts", "PROMPTS", "--part", "2/2"], "--part is '2/2'"),
+        (["--prompts", "PROMPTS", "--limit", "0"], "--limit must be at least 1"),
+        (["--prompts", "PROMPTS", "--temperatures", "warm"], "--temperatures is 'warm'"),
+        (["--prompts", "PROMPTS", "--temperatures", "0:0.5,1:0.6"], "must sum to 1"),
+        (["--prompts", "PROMPTS", "--tokens", "0"], "tokens must be"),
+        (["--prompts", "PROMPTS", "--exclude", "PROMPTS"], "holds no prompts (3 were left out)"),
+        (["--prompts", "PROMPTS", "--exclude", "PROMPTS", "--strict"], "3 prompts are eval prompts"),
+        (["--prompts", "PROMPTS", "--exclude", "none.jsonl"], "none.jsonl cannot be read"),
+    ],
+)
+def test_faults_are_one_line(
+    tiny_folder: Path, prompts: Path, tmp_path: Path, given: list[str], message: str
+) -> None:
+    """Guards every fault of the input: code 2, one line, and no folder is made."""
+    replaced = [str(prompts) if word == "PROMPTS" else word for word in given]
+    assert message in answers(tiny_folder, "-o", tmp_path / "out", *replaced).error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"turns": [""]}'])
+def test_a_broken_line(tiny_folder: Path, prompts: Path, tmp_path: Path, line: str) -> None:
+    """Guards the bar: the line is named; with --skip-broken the rest is answered and the loss is said."""
+    prompts.write_text(prompts.read_text() + line + "\n")
+    given = ["--prompts", prompts, "-o", tmp_path / "out"]
+    assert f"{prompts} line 5: " in answers(tiny_folder, *given).error
+    done = answers(tiny_folder, *given, "--skip-broken")
+    assert done.code == 0 and f"1 broken lines, first {prompts} line 5" in done.err
+
+
+def test_empty_files_and_long_prompts(tiny_folder: Path, tmp_path: Path) -> None:
+    """Guards the bar: an empty file is an error, a prompt beyond the context is skipped and counted."""
+    path = tmp_path / "p.txt"
+    path.write_text("\n \n")
+    given = ["--prompts", path, "-o", tmp_path / "out"]
+    assert "holds no prompts" in answers(tiny_folder, *given).error
+    path.write_text("short\n" + "long " * 400 + "\n")
+    done = answers(tiny_folder, *given, "--max-prompt", 10**6)
+    assert done.code == 0 and "1 turns answered" in done.err and "skipped: 1 too long" in done.err
+
+
+def test_a_target_without_template(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """Guards base models: --raw is named, for text and features alike."""
+    base = changed_model(tiny_folder, tmp_path / "base")
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    given = ["--prompts", prompts, "-o", tmp_path / "out"]
+    assert "has no chat template" in answers(base, *given).err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+    assert answers(base, *given, "--raw").code == 0
+    assert "no chat template" in jetspec("prompts", "--model", base, "-o", tmp_path / "p.jsonl").error
+
+
+def test_features_that_do_not_fit(
+    tiny_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the disk: too large is refused before any work, and --yes tries all the same."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    given = ["--prompts", prompts, "-o", tmp_path / "out"]
+    done = answers(tiny_folder, *given)
+    assert done.code == 2 and "do not fit into 0.0 MB" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+    assert answers(tiny_folder, *given, "--yes").code == 0
+
+
+def test_size_is_confirmed_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the question: it comes above the limit only, names the size, and no means no."""
+    import typer
+
+    from jetspec.target.config import ModelConfig
+    from tests.draft.tiny import tiny_target
+
+    config: ModelConfig = tiny_target().config
+    asked: list[str] = []
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    def confirm(text: str, **_: object) -> None:
+        asked.append(text)
+        raise typer.Abort
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(typer, "confirm", confirm)
+    progress.confirm_size(config, (0, 1), 1000, tmp_path, yes=False)
+    assert not asked
+    monkeypatch.setattr(progress, "ASK_ABOVE", 300_000)
+    with pytest.raises(typer.Abort):
+        progress.confirm_size(config, (0, 1), 1000, tmp_path, yes=False)
+    assert asked == [f"write about 0.4 MB to {tmp_path}?"]
+    progress.confirm_size(config, (0, 1), 1000, tmp_path, yes=True)
+    assert len(asked) == 1
+
+
+def test_mix_and_taps() -> None:
+    """Guards the two small languages of options."""
+    assert parse_mix("0.7") == ((0.7, 1.0),)
+    assert parse_mix("0:0.6,1:0.4") == ((0.0, 0.6), (1.0, 0.4))
+    assert parse_taps("0,2", 3) == (0, 2)
+    for wrong in ("3", "-1", "2,1", "1,1", "a", ""):
+        with pytest.raises(OptionError, match="--taps"):
+            parse_taps(wrong, 3)
+    for wrong in ("", "1:2:3", "0:0.5,1"):
+        with pytest.raises(OptionError, match="--temperatures"):
+            parse_mix(wrong)

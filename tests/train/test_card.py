@@ -1,0 +1,71 @@
+"""What a run leaves for people: curves and a model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jetspec.train.card import card
+from jetspec.train.curves import draw_curves
+from jetspec.train.log import append_log, read_log
+
+TAU = {"chain-16": 2.0, "best-first-16": 2.5}
+
+
+def write_log(path: Path) -> None:
+    """Three logged steps and two validations, as the loop writes them, and a line that a kill cut off."""
+    for step in (10, 20, 30):
+        record = {
+            "step": step,
+            "seconds": step * 6.0,
+            "loss": 3.0 - step / 20,
+            "by_depth": [1.0, 2.0],
+            "agree": [],
+        }
+        append_log(path, {**record, "validation": {"tau": TAU}} if step > 10 else record)
+    with path.open("a") as file:
+        file.write('{"step": 4')
+
+
+def test_curves_are_a_picture(tmp_path: Path) -> None:
+    """Guards the picture beside the log: drawn from a log with a damaged last line, whole or not at all, and
+    none from an empty log."""
+    assert not draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    write_log(tmp_path / "log.jsonl")
+    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [10, 20, 30]
+    assert draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "log.jsonl"]
+
+
+def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
+    """Guards the card: target, method, command, data, loss, options, licence, and tau against time."""
+    write_log(tmp_path / "log.jsonl")
+    manifest = {
+        "method": "dspark",
+        "target": {"name": "my-target", "tokenizer_hash": "a" * 64, "template_hash": "b" * 64},
+        "data": {"answers": 40, "answer_tokens": 4321, "held_out": 1},
+        "loss": "0.1 cross-entropy",
+        "head_options": {"layers": 2},
+        "options": {"learning_rate": 0.001},
+        "steps": 30,
+        "training_seconds": 180.0,
+        "validation": {"tau": TAU},
+    }
+    text = card(manifest, read_log(tmp_path / "log.jsonl"))
+    for part in (
+        "# DSpark draft head for my-target",
+        "jetspec --model my-target --head FOLDER",
+        "4321 tokens",
+        "0.1 cross-entropy",
+        "| layers | 2 |",
+        "| learning_rate | 0.001 |",
+        "## Licence",
+        "| minutes | chain-16 | best-first-16 |",
+        "| 2.0 | 2.00 | 2.50 |",
+        "| 3.0 | 2.00 | 2.50 |",
+    ):
+        assert part in text, part
+    assert json.dumps(TAU) not in text
+    del manifest["validation"]
+    assert "Not validated" in card(manifest, [])
