@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.errors import OptionError
-from jetspec.sampling import GREEDY_BELOW, History, Sampling, gumbel_noise, pick_tokens, process_logits
+from jetspec.sampling import (
+    GREEDY_BELOW,
+    History,
+    Sampling,
+    _bits,
+    _halves,
+    gumbel_noise,
+    pick_tokens,
+    process_logits,
+)
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:
@@ -337,6 +347,18 @@ def test_noise_stays_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch, bits: 
     """Guards against u = 0 or u = 1: the extreme hash values give the documented bounds."""
     monkeypatch.setattr("jetspec.sampling._mix", lambda word: word * 0 + bits)
     assert float(gumbel_noise(1, torch.tensor([0]), 1)) == pytest.approx(value, abs=1e-3)
+
+
+def test_arrays_and_tensors_give_the_same_bits() -> None:
+    """Guards the way that a CPU takes (32-bit words that wrap) against that of other devices (64 bits)."""
+    where, ids = torch.randint(0, 2**32, (4, 1)), torch.cat([torch.arange(2000), torch.tensor([2**31 - 1])])
+    words = where.numpy().astype(np.uint32), ids.numpy().astype(np.uint32)
+    seeds = [0, 12345, 2**63 + 5, 2**64 - 1]
+    for seed in (*seeds, seeds):
+        short = _bits(_halves(seed, None), *words)
+        assert short.dtype == np.uint32
+        long = _bits(_halves(seed, torch.device("cpu")), where, ids)
+        assert torch.equal(torch.from_numpy(short.astype(np.int64)), long)
 
 
 def test_every_bit_of_the_seed_counts() -> None:

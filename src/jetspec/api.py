@@ -16,11 +16,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, cast, overload
 
-from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
+from jetspec.budget.choose import AUTO, BudgetOption, check_budget_option
 from jetspec.config import Options, Request, check_text
 from jetspec.decode.compare import Divergence, find_divergence, in_turns
 from jetspec.decode.engine import Engine
-from jetspec.decode.round import Budget, Outcome
+from jetspec.decode.round import Outcome
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
@@ -125,7 +125,9 @@ class LanguageModel:
 
     Args:
         drafter: None decodes plainly.
-        budget: drafted nodes per round, root excluded, or a policy. grow: "best-first", "beam" or "chain".
+        budget: drafted nodes per round, root excluded; "auto", which follows the draft, the load and the
+            machine; or a policy.
+        grow: "best-first", "beam", "chain", "accum" or "dynamic".
     Raises OptionError if budget or grow is out of range.
     """
 
@@ -134,7 +136,7 @@ class LanguageModel:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        budget: int | Budget = DEFAULT_BUDGET,
+        budget: BudgetOption = AUTO,
         grow: str = "best-first",
     ) -> None:
         check_growth(budget, grow)
@@ -242,16 +244,20 @@ def load(
     model: str = DEFAULT_MODEL,
     head: str = "auto",
     *,
-    budget: int | Budget = DEFAULT_BUDGET,
+    budget: BudgetOption = AUTO,
     grow: str = "best-first",
     dtype: str = "float32",
     device: str = "cpu",
+    shared_noise: bool = True,
 ) -> LanguageModel:
     """Load a target and its draft head.
 
     model: "smollm2-135m", a Hugging Face folder, a `.gguf` file or a hub id.
     head: "auto" (the head packaged for this target, none if there is none), "off", a stub ("random", "echo",
     "decoy") or the folder of a head.
+    budget: drafted nodes per round, or "auto", which measures this machine for some seconds at its first use
+    and then verifies what pays (docs/budget.md).
+    shared_noise: above temperature 0, draft with the target's own noise in view (docs/sampling.md).
     Raises OptionError, ModelError, HeadError, DownloadError or StorageError.
     """
     check_growth(budget, grow)
@@ -259,13 +265,13 @@ def load(
     from jetspec.target.loading import load_target
 
     target = load_target(model, dtype=dtype, device=device)
-    return LanguageModel(target, load_drafter(head, target), budget=budget, grow=grow)
+    drafter = load_drafter(head, target, shared_noise=shared_noise)
+    return LanguageModel(target, drafter, budget=budget, grow=grow)
 
 
-def check_growth(budget: int | Budget, grow: str) -> None:
+def check_growth(budget: BudgetOption, grow: str) -> None:
     """Raise OptionError unless budget and builder are valid."""
-    if not hasattr(budget, "limit"):
-        FixedBudget(budget)
+    check_budget_option(budget)
     if not isinstance(grow, str) or grow not in GROW:
         raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
 

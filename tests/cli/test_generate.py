@@ -11,7 +11,9 @@ import pytest
 
 from jetspec.api import LanguageModel, load
 from jetspec.cli.screen import printable
+from jetspec.draft.stubs import Off
 from jetspec.target.cache import KVCache
+from jetspec.target.target import Target
 from jetspec.target.tokenizer import Tokenizer
 from tests.helpers import changed_model, jetspec, tiny_folder
 
@@ -51,6 +53,24 @@ def test_the_prompt_comes_from_standard_input(
         *given, "-n", 20, "--model", tiny_folder, "--head", "off", stdin="naïve café 日本\n".encode()
     )
     assert done.out == printable(plain.generate("naïve café 日本", max_tokens=20).text) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "shared"), [((), True), (("--shared-noise",), True), (("--no-shared-noise",), False)]
+)
+def test_shared_noise_reaches_the_head(
+    option: tuple[str, ...], shared: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards an option that changes no text, so that nobody would see it being lost on the way."""
+    given: list[bool] = []
+
+    def load_drafter(head: str, target: Target, *, shared_noise: bool) -> Off:
+        given.append(shared_noise)
+        return Off()
+
+    monkeypatch.setattr("jetspec.draft.loading.load_drafter", load_drafter)
+    assert jetspec("Hello", "-n", 2, "-t", 1, "--model", tiny_folder, *option).code == 0
+    assert given == [shared]
 
 
 def test_options_reach_the_sampler(tiny_folder: Path, plain: LanguageModel) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimiser needs it, and a child would spend seconds on it
 
 from jetspec.train.distributed import Processes, join_processes
 

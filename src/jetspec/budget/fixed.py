@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+from jetspec.budget.base import Spent
 from jetspec.errors import OptionError
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
@@ -21,19 +22,20 @@ class FixedBudget:
     def __init__(self, nodes: int) -> None:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= MAX_BUDGET:
             raise OptionError(
-                f"the budget must be a number of nodes from 0 (plain decoding) to {MAX_BUDGET}, got {nodes!r}"
+                f"the budget must be auto or a number of nodes from 0 (plain decoding) to {MAX_BUDGET}, "
+                f"got {nodes!r}"
             )
         self.nodes = nodes
 
-    def limit(self, sequence: Sequence) -> int:
-        """How many nodes to grow for this sequence at most."""
-        return self.nodes
+    def limits(self, sequences: Many[Sequence]) -> list[int]:
+        """The same for all."""
+        return [self.nodes] * len(sequences)
 
-    def cut(self, trees: Many[Tree]) -> list[Tree]:
-        """Drop nodes that are not worth verifying, across the batch. A fixed budget keeps all that were
-        grown.
-        """
+    def cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
+        """Everything that was grown is kept."""
         return list(trees)
 
-    def record(self, sequence: Sequence, tree: Tree, path: Many[int]) -> None:
-        """Learn from a round's outcome; a fixed budget does not."""
+    def record(
+        self, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]], spent: Spent
+    ) -> None:
+        """A fixed budget learns nothing."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jetspec import __version__
-from jetspec.cli import answers, bench, demo, doctor, generate, prompts, theory, train, tree
+from jetspec.cli import answers, bench, calibrate, demo, doctor, generate, prompts, theory, train, tree
 
 app = typer.Typer(
     name="jetspec",
@@ -25,6 +25,7 @@ app.command("tree")(tree.tree)
 app.command("prompts")(prompts.prompts)
 app.command("answers")(answers.answers)
 app.command("train", short_help="Train a draft head for a target.")(train.train)
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("theory")(theory.theory)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from jetspec.budget.choose import AUTO, BudgetOption
 from jetspec.decode.compare import Divergence, find_divergence
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
@@ -35,13 +36,16 @@ SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.
 LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 
 
+Case: TypeAlias = tuple[Drafter, str, BudgetOption, str]  # drafter, builder, budget, sampling
+
+
 @dataclass(frozen=True)
 class Run:
     """All prompts decoded with one drafter, builder, budget and sampling, compared with plain decoding."""
 
     drafter: str
     grow: str
-    budget: int
+    budget: BudgetOption
     sampling: str
     tokens: int
     tau: float
@@ -77,15 +81,20 @@ def plain_outputs(target: Target, prompts: list[list[int]], limits: Limits) -> d
     return outputs
 
 
-def cases(drafters: list[Drafter]) -> list[tuple[Drafter, str, int, str]]:
-    """Every drafter × builder × budget greedily, and once with sampling."""
-    greedy = [(d, grow, budget, "greedy") for d in drafters for grow in GROW for budget in BUDGETS]
-    return greedy + [(drafter, "best-first", BUDGETS[-1], "sampled") for drafter in drafters]
+def cases(drafters: list[Drafter]) -> list[Case]:
+    """Every drafter × builder × budget greedily, and once with sampling; the last one with the budget auto,
+    too.
+    """
+    greedy: list[Case] = [
+        (d, grow, budget, "greedy") for d in drafters for grow in GROW for budget in BUDGETS
+    ]
+    sampled: list[Case] = [(drafter, "best-first", BUDGETS[-1], "sampled") for drafter in drafters]
+    return [*greedy, *sampled, *((drafters[-1], "best-first", AUTO, name) for name in SAMPLINGS)]
 
 
 def run_case(
     target: Target,
-    case: tuple[Drafter, str, int, str],
+    case: Case,
     prompts: list[list[int]],
     plain: dict[str, list[list[int]]],
     limits: Limits,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jetspec.cli import options
-from jetspec.cli.loading import open_model
+from jetspec.cli.loading import budget_of, open_model
 from jetspec.cli.screen import STYLES, Screen
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PROMPTS = {
 def demo(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
-    budget: options.Budget = options.DEFAULT_BUDGET,
+    budget: options.AutoBudget = options.AUTO_BUDGET,
     grow: options.Grow = options.DEFAULT_GROW,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "float32",
@@ -47,10 +47,11 @@ def demo(
 
     wanted = Options(max_tokens=max_tokens)
     Request.of(wanted)
-    check_growth(budget, grow)
+    nodes = budget_of(budget)
+    check_growth(nodes, grow)
     screen = Screen(no_color=no_color, quiet=quiet)
     loaded = open_model(
-        screen, model, head, budget=budget, grow=grow, dtype=dtype, device=device, threads=threads
+        screen, model, head, budget=nodes, grow=grow, dtype=dtype, device=device, threads=threads
     )
     if not loaded.target.tokenizer.has_template:
         wanted["raw"] = True

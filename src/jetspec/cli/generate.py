@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jetspec.cli import options
-from jetspec.cli.loading import from_argument, open_model, read_prompt
+from jetspec.cli.loading import budget_of, from_argument, open_model, read_prompt
 from jetspec.cli.screen import STYLES, Screen
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def generate(
     prompt: options.Prompt = None,
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
-    budget: options.Budget = options.DEFAULT_BUDGET,
+    budget: options.AutoBudget = options.AUTO_BUDGET,
     grow: options.Grow = options.DEFAULT_GROW,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -29,6 +29,7 @@ def generate(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = 0,
+    shared_noise: options.SharedNoise = True,
     max_tokens: options.MaxTokens = 256,
     stop: options.Stop = None,
     raw: options.Raw = False,
@@ -64,11 +65,20 @@ def generate(
         system=None if system is None else from_argument(system, "--system"),
     )
     request = Request.of(wanted)  # before the model is loaded: mistakes show at once
-    check_growth(budget, grow)
+    nodes = budget_of(budget)
+    check_growth(nodes, grow)
     text = read_prompt(prompt, raw)
     screen = Screen(no_color=no_color, quiet=quiet)
     loaded = open_model(
-        screen, model, head, budget=budget, grow=grow, dtype=dtype, device=device, threads=threads
+        screen,
+        model,
+        head,
+        budget=nodes,
+        grow=grow,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        shared_noise=shared_noise,
     )
     if json:
         values = (

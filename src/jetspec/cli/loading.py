@@ -10,6 +10,7 @@ from jetspec.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     from jetspec.api import LanguageModel
+    from jetspec.budget.choose import BudgetOption
 
 _MAX_THREADS = 1024  # where the system refuses a thread, OpenMP ends the process without a word
 
@@ -19,21 +20,37 @@ def open_model(
     model: str,
     head: str,
     *,
-    budget: int,
+    budget: BudgetOption,
     grow: str,
     dtype: str,
     device: str,
     threads: int | None,
+    shared_noise: bool = True,
 ) -> LanguageModel:
     """Load target and head as `jetspec.load` does, saying so, and saying if there is no head."""
     import jetspec
 
     use_threads(threads)
     screen.progress(f"loading {model}")
-    loaded = jetspec.load(model, head, budget=budget, grow=grow, dtype=dtype, device=device)
+    loaded = jetspec.load(
+        model, head, budget=budget, grow=grow, dtype=dtype, device=device, shared_noise=shared_noise
+    )
     if head == "auto" and loaded.drafter.name == "off":
         screen.note_later(f"jetspec: no draft head is packaged for {model}: decoding plainly (see --head)")
     return loaded
+
+
+def budget_of(text: str) -> BudgetOption:
+    """The value of --budget. Raises OptionError."""
+    from jetspec.budget.choose import check_budget_option
+
+    budget: BudgetOption = int(text) if _is_number(text) else text  # type: ignore[assignment]
+    check_budget_option(budget)
+    return budget
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isascii() and text.removeprefix("-").isdigit()
 
 
 def use_threads(threads: int | None) -> None:

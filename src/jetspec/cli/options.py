@@ -12,7 +12,8 @@ import typer
 
 # The names of the loading modules, which import torch; a test keeps them equal.
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_BUDGET = 8
+DEFAULT_BUDGET = 8  # of benchmarks, which need a number
+AUTO_BUDGET = "auto"
 DEFAULT_GROW = "best-first"
 
 Prompt = Annotated[
@@ -46,6 +47,15 @@ Head = Annotated[
 Budget = Annotated[
     int,
     typer.Option("--budget", metavar="NODES", help="Drafted nodes per round; 0 is plain decoding."),
+]
+AutoBudget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        metavar="auto|NODES",
+        help="Drafted nodes per round: auto verifies what pays on this machine (measured at its first use);"
+        " 0 is plain decoding.",
+    ),
 ]
 Grow = Annotated[
     str,
@@ -94,6 +104,13 @@ FrequencyPenalty = Annotated[
 Seed = Annotated[
     int,
     typer.Option("--seed", metavar="N", help="Selects the text at a temperature above 0."),
+]
+SharedNoise = Annotated[
+    bool,
+    typer.Option(
+        "--shared-noise/--no-shared-noise",
+        help="Above temperature 0, rank drafts with the noise that picks the text. Changes speed, not text.",
+    ),
 ]
 
 # --- the prompt and the end of the text

@@ -158,29 +158,29 @@ def train(
     from jetspec.train.pipeline import resolve_products
     from jetspec.train.recipe import find_recipe
 
-    head = {"layers": layers, "block_size": block, "vocab": vocab, **_scorer(scorer, rank)}
-    flags = {"plain": (plain, True), "causal": (bidirectional, False), "warm": (cold, False)}
-    head.update({key: value for key, (given, value) in flags.items() if given})
-    tables: dict[str, dict[str, Any]] = {
-        "head": head,
-        "loss": {"weighting": weighting, "decay": decay},
-        "training": {
-            "answers": answers_per_batch,
-            "anchors": anchors,
-            "learning_rate": rate,
-            "optimizer": optimizer,
-        },
-        "answers": {"tokens": tokens, "max_tokens": max_tokens, "batch": batch},
-    }
-    settings = _changed(find_recipe(recipe, model), tables, sets)
-    settings = _timed(settings, minutes, steps, seed)
-    settings = settings if products is None else replace(settings, products=products)
-    resolve_products(settings.products)  # refuse before hours of work
-    name = Path(recipe).stem if recipe.endswith(".toml") else recipe
-    folder = out if out is not None else Path("runs") / f"{name}-{Path(model).name.lower()}"
-    source = _Source(prompts, answers, exclude or [], skip_broken, raw, yes)
-    use_threads(threads)
-    with join_processes(device, fsdp=fsdp) as processes:
+    with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
+        head = {"layers": layers, "block_size": block, "vocab": vocab, **_scorer(scorer, rank)}
+        flags = {"plain": (plain, True), "causal": (bidirectional, False), "warm": (cold, False)}
+        head.update({key: value for key, (given, value) in flags.items() if given})
+        tables: dict[str, dict[str, Any]] = {
+            "head": head,
+            "loss": {"weighting": weighting, "decay": decay},
+            "training": {
+                "answers": answers_per_batch,
+                "anchors": anchors,
+                "learning_rate": rate,
+                "optimizer": optimizer,
+            },
+            "answers": {"tokens": tokens, "max_tokens": max_tokens, "batch": batch},
+        }
+        settings = _changed(find_recipe(recipe, model), tables, sets)
+        settings = _timed(settings, minutes, steps, seed)
+        settings = settings if products is None else replace(settings, products=products)
+        resolve_products(settings.products)  # refuse before hours of work
+        name = Path(recipe).stem if recipe.endswith(".toml") else recipe
+        folder = out if out is not None else Path("runs") / f"{name}-{Path(model).name.lower()}"
+        source = _Source(prompts, answers, exclude or [], skip_broken, raw, yes)
+        use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
         _run(settings, target, folder, source, processes)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from jetspec.cli import options
-from jetspec.cli.loading import from_argument, open_model, read_prompt
+from jetspec.cli.loading import budget_of, from_argument, open_model, read_prompt
 from jetspec.cli.screen import Screen, printable
 from jetspec.errors import OptionError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jetspec.decode.round import Outcome
     from jetspec.target.target import Target
 
+_AUTO_TOKENS = 64  # of a round; a head drafts no deeper
 _STYLES = {
     "root": "bold",
     "branch": "dim",
@@ -33,7 +34,7 @@ def tree(
     round_number: options.Round = 3,
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
-    budget: options.Budget = options.DEFAULT_BUDGET,
+    budget: options.AutoBudget = options.AUTO_BUDGET,
     grow: options.Grow = options.DEFAULT_GROW,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
@@ -56,15 +57,16 @@ def tree(
 
     if round_number < 1:
         raise OptionError(f"round must be an integer of at least 1, got {round_number}")
-    most = round_number * (budget + 1)  # a round emits no more than that
+    nodes = budget_of(budget)
+    most = round_number * (nodes + 1 if isinstance(nodes, int) else _AUTO_TOKENS)  # a round emits no more
     system = None if system is None else from_argument(system, "--system")
     wanted = Options(temperature=temperature, seed=seed, raw=raw, system=system, max_tokens=max(most, 256))
     request = Request.of(wanted)
-    check_growth(budget, grow)
+    check_growth(nodes, grow)
     text = read_prompt(prompt, raw)
     screen = Screen(no_color=no_color, quiet=quiet)
     loaded = open_model(
-        screen, model, head, budget=budget, grow=grow, dtype=dtype, device=device, threads=threads
+        screen, model, head, budget=nodes, grow=grow, dtype=dtype, device=device, threads=threads
     )
     number, before, outcome = _find(loaded.rounds(text, **wanted), round_number)
     if json:

@@ -12,8 +12,9 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import count
 
-from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
-from jetspec.decode.round import Budget, Outcome, Walker, decode_round
+from jetspec.budget.base import Budget
+from jetspec.budget.choose import AUTO, BudgetOption, make_budget
+from jetspec.decode.round import Outcome, Walker, decode_round
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
@@ -24,7 +25,7 @@ from jetspec.target.plan import chunk
 from jetspec.target.target import Target
 from jetspec.tree import GROW
 
-PREFILL_ROWS = 256  # packed prompt tokens per prefill forward
+PREFILL_ROWS = 256  # packed prompt tokens per prefill forward on a CPU
 # Unique in the process: a drafter may serve several engines, and tells their sequences apart by id.
 _ids = count()
 
@@ -34,8 +35,9 @@ class Engine:
 
     Args:
         drafter: None decodes plainly.
-        budget: drafted nodes per sequence and round (root excluded), or a policy.
-        grow: how trees are grown: "best-first", "beam" or "chain".
+        budget: drafted nodes per sequence and round (root excluded); "auto", which verifies what pays by
+            measured cost; or a policy.
+        grow: how trees are grown: "best-first", "beam", "chain", "accum" or "dynamic".
         max_batch: sequences decoded at once; further ones wait.
     Raises:
         OptionError: a value is out of range; the message names the valid ones.
@@ -46,7 +48,7 @@ class Engine:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        budget: int | Budget = DEFAULT_BUDGET,
+        budget: BudgetOption = AUTO,
         grow: str = "best-first",
         max_batch: int = 64,
     ) -> None:
@@ -56,8 +58,8 @@ class Engine:
             raise OptionError(f"max_batch must be at least 1, got {max_batch}")
         self.target = target
         self.drafter: Drafter = drafter if drafter is not None else Off()
-        self.budget: Budget = FixedBudget(budget) if isinstance(budget, int) else budget
         self.grow = GROW[grow]
+        self.budget: Budget = make_budget(budget, target, self.drafter, self.grow)
         self.max_batch = max_batch
         self.walker: Walker | None = None  # see decode_round; for methods with another acceptance rule
         self.cache = target.new_cache()
@@ -157,13 +159,13 @@ class Engine:
             self._prefilling.append(sequence)
 
     def _prefill(self) -> None:
-        """Cache the next piece of the waiting prompts, first come first served, at most PREFILL_ROWS tokens
+        """Cache the next piece of the waiting prompts, first come first served, a limited number of tokens
         in one forward.
 
         The last prompt token is left out: it is the first root, so the first round already drafts.
         """
         parts: list[tuple[int, list[int]]] = []
-        room = PREFILL_ROWS
+        room = PREFILL_ROWS * (4 if self.target.device.type == "cuda" else 1)  # where rows cost less
         for sequence in self._prefilling:
             done = self.cache.length(sequence.id)
             piece = sequence.tokens[done : min(sequence.prompt_len - 1, done + room)]

@@ -5,15 +5,17 @@ Plain decoding is this round with the drafter off or the budget 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from jetspec.budget.base import Budget, Spent
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
-from jetspec.sampling import History, pick_tokens
+from jetspec.sampling import History, pick_each, pick_tokens
 from jetspec.sequence import Emission, Sequence
 from jetspec.target.cache import KVCache
 from jetspec.target.plan import pack
@@ -21,22 +23,6 @@ from jetspec.target.target import Target
 from jetspec.tree import Grow, Tree
 from jetspec.tree.proposal import Children, Proposal, State
 from jetspec.verify import walk
-
-
-class Budget(Protocol):
-    """How many nodes are worth verifying."""
-
-    def limit(self, sequence: Sequence) -> int:
-        """Nodes to grow for a sequence at most."""
-        ...
-
-    def cut(self, trees: Many[Tree]) -> list[Tree]:
-        """The trees with what is not worth verifying dropped."""
-        ...
-
-    def record(self, sequence: Sequence, tree: Tree, path: Many[int]) -> None:
-        """The outcome of one tree."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -74,28 +60,40 @@ def decode_round(
     """Draft, verify and commit once. Each sequence emits between 1 and depth + 1 tokens.
 
     `walker` takes the place of the walk along the target's own picks for requests above temperature 0, for
-    methods whose published rule is another one; the text is then not that of plain decoding.
+    methods whose published rule is another one; the text is then not that of plain decoding. Trees that it
+    verifies are not cut: a rule that draws what it drafts must not be shortened by what was drawn.
 
     Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the
     drafter observed, because the root is not cached yet.
     """
+    before = dict(stats.seconds)
     with stats.phase("draft"):
         limits = budget.limits(sequences)
-        proposals = drafter.propose(sequences) if any(limits) else [None] * len(sequences)
+        proposals = _propose(sequences, limits, drafter)
     with stats.phase("build"):
         grown = [_grow(s, p, n, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
         trees = budget.cut(sequences, grown)
+        if walker is not None:
+            trees = [
+                cut if s.sampling.greedy else tree
+                for s, cut, tree in zip(sequences, trees, grown, strict=True)
+            ]
         plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
     with stats.phase("verify"):
         output = target.forward(plan, cache, drafter.taps, drafter.needs_hidden)
         assert output.logits is not None
         stats.forwards += 1
-        walks = [
+        start = time.perf_counter()
+        walks = _walk_roots(sequences, trees, output.logits) if walker is None else None
+        walks = walks or [
             (_walk if walker is None or s.sampling.greedy else walker)(
                 s, tree, output.logits[segment.start : segment.start + segment.count]
             )
             for s, tree, segment in zip(sequences, trees, plan.segments, strict=True)
         ]
+        # See Spent. On other devices the forward may still be running when the walk begins.
+        apart = target.device.type == "cpu" and any(not s.sampling.greedy for s in sequences)
+        drawing = time.perf_counter() - start if apart else 0.0
     outcomes: list[Outcome] = []
     with stats.phase("commit"):
         for s, tree, segment, (path, bonus) in zip(sequences, trees, plan.segments, walks, strict=True):
@@ -105,6 +103,12 @@ def decode_round(
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
             outcomes.append(Outcome(s, tree, path, emissions))
             outcomes[-1].count_in(stats)
+    draft, build, verify, commit = (
+        stats.seconds[phase] - before[phase] for phase in ("draft", "build", "verify", "commit")
+    )
+    with stats.phase("commit"):
+        paths = [path for path, _ in walks]
+        budget.record(sequences, trees, paths, Spent(draft, build, verify - drawing, commit))
     return outcomes
 
 
@@ -117,6 +121,13 @@ def _rows(values: Tensor | None, rows: list[int]) -> Tensor | None:
     return values[rows]
 
 
+def _propose(sequences: Many[Sequence], limits: Many[int], drafter: Drafter) -> list[Proposal | None]:
+    """One draft forward for the sequences that may grow a tree; none if there are none."""
+    chosen = [s for s, limit in zip(sequences, limits, strict=True) if limit]
+    made = iter(drafter.propose(chosen) if chosen else ())
+    return [next(made) if limit else None for limit in limits]
+
+
 def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, grow: Grow) -> Tree:
     """Grow a tree no deeper than can still be emitted: one token of the remaining ones is the bonus."""
     depth = sequence.room - 1
@@ -125,6 +136,16 @@ def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, grow: Grow)
     if proposal.max_depth > depth:
         proposal = _Shallow(proposal, depth)
     return grow(sequence.root, proposal, nodes)
+
+
+def _walk_roots(
+    sequences: Many[Sequence], trees: Many[Tree], logits: Tensor
+) -> list[tuple[list[int], int]] | None:
+    """The walks of a round without any draft, picked together; None for another round."""
+    if any(tree.size > 1 for tree in trees) or any(s.sampling.needs_history for s in sequences):
+        return None
+    positions = [s.position + 1 for s in sequences]
+    return [([0], token) for token in pick_each(logits, positions, [s.sampling for s in sequences])]
 
 
 def _walk(sequence: Sequence, tree: Tree, logits: Tensor) -> tuple[list[int], int]:

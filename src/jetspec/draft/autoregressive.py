@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jetspec.draft.ranking import ranked_children
+from jetspec.draft.shared_noise import Draws
 from jetspec.target.plan import Segment
 from jetspec.tree.proposal import NO_CHILDREN, Children, State
 
@@ -57,6 +58,7 @@ class AutoregressiveProposal:
         self.drafter, self.key, self.position = drafter, key, position
         self.max_depth = drafter.depth
         self.peers: Many[AutoregressiveProposal] = ()
+        self.draws: Draws | None = None  # what is known of the noise that the target will add
         self.outputs = state.unsqueeze(0)  # [1 + rows, H]; the root's first
         self._begun = False  # whether a builder has asked for anything
         self._depths: list[int] = []  # of the node of each row
@@ -157,6 +159,13 @@ class AutoregressiveProposal:
     def _module(self, state: _Node) -> int:
         return min(self._depth(state), self.drafter.modules - 1)
 
+    def score(self, states: list[_Node], logits: Tensor) -> Tensor:
+        """Logits [n, Vd] of nodes' children, or with what is known of the target's noise, their scores."""
+        if self.draws is None:
+            return logits
+        depths = [self._depth(state) for state in states]
+        return self.draws.below(depths).score(logits.unsqueeze(0)).squeeze(0)
+
     def begin_rows(self, module: int, states: list[_Node]) -> tuple[Tensor, list[int]]:
         """Make room for the rows of nodes: who sees whom [n, drafted], and positions."""
         assert self.is_current, "the sequence has gone on since this was proposed"
@@ -213,9 +222,11 @@ def _draft(
         positions.extend(own)
     tokens = torch.tensor(ids, device=device)
     outputs = drafter.forward(module, torch.cat(features), tokens, positions, tuple(segments))
-    ranked = ranked_children(
-        drafter.network.logits(module, outputs), drafter.network.vocab, drafter.candidates
-    )
+    logits = drafter.network.logits(module, outputs)  # [n, Vd]
+    if any(proposal.draws is not None for proposal, _ in parts):
+        own_logits = logits.split([len(states) for _, states in parts])
+        logits = torch.cat([p.score(states, own) for (p, states), own in zip(parts, own_logits, strict=True)])
+    ranked = ranked_children(logits, drafter.network.vocab, drafter.candidates)
     for (proposal, states), segment in zip(parts, segments, strict=True):
         rows = slice(segment.start, segment.start + segment.count)
         proposal.end_rows(states, outputs[rows], ranked[rows])

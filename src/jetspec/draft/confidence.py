@@ -20,6 +20,7 @@ from torch import Tensor
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.path_scorer import Scorer
 from jetspec.draft.recurrent import RecurrentProposal
+from jetspec.draft.shared_noise import Draws
 from jetspec.errors import OptionError
 from jetspec.tree.proposal import NO_CHILDREN, Children, MarkovProposal, Proposal, State
 
@@ -95,9 +96,11 @@ class ConfidentScorer:
         self._rows = None if rows is None else rows.to(device, dtype)
 
     @torch.inference_mode()
-    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
-        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
-        inner = self._inner.proposals(hidden, logits, roots)
+    def proposals(
+        self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
+    ) -> list[Proposal]:
+        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence. Confidences know no draws."""
+        inner = self._inner.proposals(hidden, logits, roots, draws)
         by_depth = hidden @ self._by_state + self._bias  # [B, D]
         if self._rows is None:
             tables = by_depth.unsqueeze(-1).float().sigmoid().cpu().numpy()

@@ -9,6 +9,7 @@ from torch import Tensor
 from jetspec.draft.eagle3_format import Eagle3Head
 from jetspec.draft.fit import check_fits_target
 from jetspec.draft.sequential import Context, SequentialDrafter
+from jetspec.draft.shared_noise import NoiseWeights
 from jetspec.target.attention import attend
 from jetspec.target.linear import Linear
 from jetspec.target.rope import rotate
@@ -96,4 +97,5 @@ def eagle3_drafter(head: Eagle3Head, target: Target, *, depth: int | None = None
     )
     taps = config.resolve_taps(target.config.num_layers)
     network = Eagle3Network(head, target.transformer)
-    return SequentialDrafter("eagle3", network, depth=depth or config.depth, taps=taps)
+    weights = NoiseWeights.of(head.manifest)
+    return SequentialDrafter("eagle3", network, depth=depth or config.depth, taps=taps, weights=weights)

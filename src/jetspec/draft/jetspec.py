@@ -6,6 +6,7 @@ One class for JetSpec (arXiv 2606.18394), DFlash (arXiv 2602.06036) and DSpark (
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.draft.confidence import ConfidentScorer
 from jetspec.draft.path_scorer import Marginals, MarkovScorer, Scorer
 from jetspec.draft.recurrent import RecurrentScorer
+from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
 from jetspec.errors import HeadError
 from jetspec.sequence import Sequence
 from jetspec.target.target import Target
@@ -27,19 +29,24 @@ class BlockDrafter:
     name          "jetspec", "dflash" or "dspark"
     default_grow  the builder that the family was published with: "best-first" or "chain". A best-first tree
                   over a DFlash head's marginals is DDTree (arXiv 2604.12989)
+    shared_noise  whether requests above temperature 0 are drafted with the target's own noise in view; the
+                  text is the same either way, see `jetspec.draft.shared_noise`
 
     Args:
         confidence_threshold: nodes below which the confidence head sees less than this chance of acceptance
             get no children, so a chain ends at its first doubtful depth; 0 drafts whole blocks. It has no
             effect on a head without a confidence head.
 
-    Raises HeadError if the head was made for a target of another shape, OptionError if the threshold is not
-    in 0..1.
+    Raises HeadError if the head was made for a target of another shape or its manifest is malformed,
+    OptionError if the threshold is not in 0..1.
     """
 
     needs_hidden = False
+    folder: Path | None = None  # where the head was read from
 
-    def __init__(self, head: Head, target: Target, *, confidence_threshold: float = 0.0) -> None:
+    def __init__(
+        self, head: Head, target: Target, *, confidence_threshold: float = 0.0, shared_noise: bool = True
+    ) -> None:
         check_fits(head, target)
         self.name = head.config.method
         self.default_grow = "best-first" if self.name == "jetspec" else "chain"
@@ -48,6 +55,8 @@ class BlockDrafter:
         vocab = vocab.to(target.device)
         self.backbone = Backbone(head, target.transformer, vocab)
         self.scorer = make_scorer(head, vocab, target.dtype, target.device, confidence_threshold)
+        self.shared_noise = shared_noise
+        self.noise = SharedNoise(vocab, head.config.depth, NoiseWeights.of(head.manifest))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -63,7 +72,8 @@ class BlockDrafter:
         """One forward for the batch; one proposal per sequence."""
         roots = [s.root for s in sequences]
         hidden, logits = self.backbone.forward([s.id for s in sequences], roots)
-        return self.scorer.proposals(hidden, logits, roots)
+        draws = self.noise.draws(sequences) if self.shared_noise else None
+        return self.scorer.proposals(hidden, logits, roots, draws)
 
     def free(self, key: int) -> None:
         """Forget a sequence."""

@@ -14,6 +14,7 @@ from jetspec.draft.eagle3_format import load_eagle3
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import load_mtp
+from jetspec.draft.sequential import SequentialDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
 from jetspec.errors import HeadError
 from jetspec.target.storage import user_path
@@ -23,11 +24,12 @@ NAMES = ("auto", "off", "random", "echo", "decoy")
 _STUB_DEPTH = 6
 
 
-def load_drafter(head: str | Path, target: Target) -> Drafter:
+def load_drafter(head: str | Path, target: Target, *, shared_noise: bool = True) -> Drafter:
     """The drafter that `head` names.
 
     head: "auto" (the head packaged for this target, or none if there is none), "off", a stub ("random",
     "echo", "decoy"), or the folder of a head.
+    shared_noise: of a head, see `jetspec.draft.shared_noise`.
 
     Raises HeadError if the name is unknown, or the head cannot be read or belongs to another target.
     """
@@ -36,7 +38,7 @@ def load_drafter(head: str | Path, target: Target) -> Drafter:
         return Off()
     if name == "auto":
         folder = packaged_head(target.name)
-        return Off() if folder is None else folder_drafter(folder, target)
+        return Off() if folder is None else folder_drafter(folder, target, shared_noise=shared_noise)
     if name == "random":
         return Random(seed=0, vocab=target.config.vocab_size, depth=_STUB_DEPTH, width=3)
     if name == "echo":
@@ -46,22 +48,30 @@ def load_drafter(head: str | Path, target: Target) -> Drafter:
     folder = user_path(name)
     if not folder.exists():
         raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
-    return folder_drafter(folder, target)
+    return folder_drafter(folder, target, shared_noise=shared_noise)
 
 
-def folder_drafter(folder: Path, target: Target, *, confidence_threshold: float = 0.0) -> Drafter:
+def folder_drafter(
+    folder: Path, target: Target, *, confidence_threshold: float = 0.0, shared_noise: bool = True
+) -> Drafter:
     """The drafter of a head's folder, of any family.
 
     confidence_threshold: of a DSpark head, see `BlockDrafter`; other heads ignore it.
+    shared_noise: draft with the target's own noise in view, see `jetspec.draft.shared_noise`.
 
     Raises HeadError if the head cannot be read or belongs to another target.
     """
     kind = head_kind(folder)
+    drafter: BlockDrafter | SequentialDrafter
     if kind == "eagle3":
-        return eagle3_drafter(load_eagle3(folder), target)
-    if kind == "mtp":
-        return mtp_drafter(load_mtp(folder), target)
-    return BlockDrafter(load_head(folder), target, confidence_threshold=confidence_threshold)
+        drafter = eagle3_drafter(load_eagle3(folder), target)
+    elif kind == "mtp":
+        drafter = mtp_drafter(load_mtp(folder), target)
+    else:
+        drafter = BlockDrafter(load_head(folder), target, confidence_threshold=confidence_threshold)
+    drafter.shared_noise = shared_noise
+    drafter.folder = folder
+    return drafter
 
 
 def head_kind(folder: Path) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from jetspec.draft.fit import check_fits_target
 from jetspec.draft.mtp_format import MTPHead
 from jetspec.draft.sequential import Context, SequentialDrafter
+from jetspec.draft.shared_noise import NoiseWeights
 from jetspec.errors import HeadError
 from jetspec.target.linear import Linear
 from jetspec.target.target import Target
@@ -73,4 +74,7 @@ def mtp_drafter(head: MTPHead, target: Target, *, depth: int | None = None) -> S
     check_fits_target(target, head.manifest, hidden=model.hidden_size, vocab=model.vocab_size)
     vocab = head.vocab if head.vocab is not None else torch.arange(model.vocab_size)
     network = MTPNetwork(head, target.transformer, vocab)
-    return SequentialDrafter("mtp", network, depth=depth or head.config.depth, needs_hidden=True)
+    weights = NoiseWeights.of(head.manifest)
+    return SequentialDrafter(
+        "mtp", network, depth=depth or head.config.depth, needs_hidden=True, weights=weights
+    )

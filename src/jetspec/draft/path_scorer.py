@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetspec.draft.checkpoint import Head
+from jetspec.draft.shared_noise import Draws, scaled
 from jetspec.target.linear import Linear
 from jetspec.tree.proposal import MarginalProposal, MarkovProposal, Proposal
 
@@ -36,8 +37,13 @@ def expected_rows(base: Tensor, root_rows: Tensor, parent_rows: Tensor, vocab: T
 class Scorer(Protocol):
     """What turns a block's states and logits into proposals."""
 
-    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
-        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
+    def proposals(
+        self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
+    ) -> list[Proposal]:
+        """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence.
+
+        draws: what is known of the noise that the target will add; log-probs are then chances of being drawn.
+        """
         ...
 
 
@@ -47,9 +53,12 @@ class Marginals:
     def __init__(self, vocab: Tensor) -> None:
         self.vocab = vocab
 
-    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+    def proposals(
+        self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
+    ) -> list[Proposal]:
         """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
-        logps, index = logits.float().log_softmax(-1).topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+        base = logits.float() if draws is None else draws.score(logits.float())
+        logps, index = base.log_softmax(-1).topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
         tokens = self.vocab[index].cpu().numpy()  # [B, D, K]
         scores = logps.cpu().numpy()
         return [MarginalProposal(t, s) for t, s in zip(tokens, scores, strict=True)]
@@ -77,15 +86,17 @@ class MarkovScorer:
         self.gate_bias = weights.get("markov_head.gate_proj.bias")
 
     @torch.inference_mode()
-    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+    def proposals(
+        self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
+    ) -> list[Proposal]:
         """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
         width = logits.shape[-1]
         gates = self._state_gate(hidden)  # [B, D, 1, r] or None
         root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
-        base = logits.float()
+        base = logits.float() if draws is None else draws.score(logits.float())
         expected = expected_rows(base, root_rows, self.parent_rows, self.vocab)  # [B, D, r]
         terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
-        marginal = base + self._to_children(terms.flatten(0, 1)).view_as(base).float()
+        marginal = base + scaled(self._to_children(terms.flatten(0, 1)).view_as(base).float(), draws)
         logps = marginal.log_softmax(-1)
         top, index = logps.topk(min(CANDIDATES, width), dim=-1)  # [B, D, K]
         cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates
@@ -94,7 +105,7 @@ class MarkovScorer:
         rows = self.parent_rows[candidates[:, :-1]]  # [B, D-1, K, r]
         later_gates = None if gates is None else gates[:, 1:]
         bias = self._gated(rows, later_gates) @ children.transpose(-1, -2)  # [B, D-1, K, K]
-        scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + bias.float()
+        scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + scaled(bias.float(), draws, 1)
         conditional = scores.log_softmax(-1) + cover[:, 1:, None, None]
         tokens, first, table = candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy()
         return [MarkovProposal(t, f, c) for t, f, c in zip(tokens, first, table, strict=True)]

@@ -23,6 +23,7 @@ from torch import Tensor
 from jetspec.draft import path_scorer
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.path_scorer import expected_rows
+from jetspec.draft.shared_noise import Draws, scaled
 from jetspec.errors import HeadError
 from jetspec.tree.proposal import NO_CHILDREN, Children, Proposal
 
@@ -125,13 +126,15 @@ class RecurrentScorer:
         self._path_table = _floats(self._path)
 
     @torch.inference_mode()
-    def proposals(self, hidden: Tensor, logits: Tensor, roots: list[int]) -> list[Proposal]:
+    def proposals(
+        self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
+    ) -> list[Proposal]:
         """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
-        base = logits.float()
+        base = logits.float() if draws is None else draws.score(logits.float())
         root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
         slots = hidden @ self._slot.T + self._bias  # [B, D, 3r]
         terms = recurrence(expected_rows(base, root_rows, self.parent_rows, self.vocab), slots, self._path)
-        logps = (base + (terms @ self.child_rows.T).float()).log_softmax(-1)
+        logps = (base + scaled((terms @ self.child_rows.T).float(), draws)).log_softmax(-1)
         top, index = logps.topk(min(path_scorer.CANDIDATES, base.shape[-1]), dim=-1)  # [B, D, K]
         tokens = self.vocab[index]
         columns = {
@@ -139,7 +142,7 @@ class RecurrentScorer:
             "logits": _floats(base.gather(-1, index)),
             "cover": _floats(top.logsumexp(-1)),
             "rows": _floats(self.parent_rows[tokens]),
-            "child_rows": _floats(self.child_rows[index]),
+            "child_rows": _floats(scaled(self.child_rows[index], draws)),
             "slots": _floats(slots),
             "root_row": _floats(root_rows),
         }

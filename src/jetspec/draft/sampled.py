@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jetspec.draft.base import Drafter
+from jetspec.draft.shared_noise import unshared
 from jetspec.sampling import History, process_logits
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
@@ -55,7 +56,8 @@ class SampledDrafter:
 
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
         """One sampled path per sequence."""
-        proposals = self._inner.propose(sequences)
+        with unshared(self._inner):  # the rule's own coins know nothing of the target's noise
+            proposals = self._inner.propose(sequences)
         return [self._sample(s, proposal) for s, proposal in zip(sequences, proposals, strict=True)]
 
     def _sample(self, s: Sequence, proposal: Proposal) -> Proposal:

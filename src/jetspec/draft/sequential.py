@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from jetspec.draft.autoregressive import AutoregressiveProposal
 from jetspec.draft.draft_cache import DraftCache, DraftVisibility
 from jetspec.draft.ranking import CANDIDATES, ranked_children
+from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
 from jetspec.sequence import Sequence
 from jetspec.target.attention import Visibility
 from jetspec.target.config import ModelConfig
@@ -78,7 +80,11 @@ class SequentialDrafter:
         depth: deepest node that it drafts; one forward per depth.
         taps, needs_hidden: what the network's features are made of.
         candidates: children offered per node at most.
+        weights: of the shared noise; None takes the defaults.
     """
+
+    folder: Path | None = None  # where the head was read from
+    shared_noise = True  # as in `BlockDrafter`
 
     def __init__(
         self,
@@ -89,10 +95,12 @@ class SequentialDrafter:
         taps: tuple[int, ...] = (),
         needs_hidden: bool = False,
         candidates: int = CANDIDATES,
+        weights: NoiseWeights | None = None,
     ) -> None:
         model = network.model
         self.name, self.network, self.depth = name, network, depth
         self.taps, self.needs_hidden, self.candidates = taps, needs_hidden, candidates
+        self.noise = SharedNoise(network.vocab, depth, weights)
         self.modules = model.num_layers
         self.cache = DraftCache(
             model.num_layers, model.num_kv_heads, model.head_dim, dtype=network.dtype, device=network.device
@@ -138,11 +146,18 @@ class SequentialDrafter:
         self._make_features([s.id for s in able if self._raw.get(s.id)])
         self._catch_up(able)
         states = torch.stack([self._last[s.id] for s in able])  # [B, H]
-        children = ranked_children(self.network.logits(0, states), self.network.vocab, self.candidates)
+        logits = self.network.logits(0, states)  # [B, Vd]
+        draws = self.noise.draws(able) if self.shared_noise else None
+        if draws is not None:
+            logits = draws.below([0]).score(logits.unsqueeze(1)).squeeze(1)
+        children = ranked_children(logits, self.network.vocab, self.candidates)
         proposals = [
             AutoregressiveProposal(self, s.id, s.position, self._last[s.id], *found)
             for s, found in zip(able, children, strict=True)
         ]
+        if draws is not None:
+            for n, (s, proposal) in enumerate(zip(able, proposals, strict=True)):
+                proposal.draws = None if s.sampling.greedy else draws.of(n)
         for s, proposal in zip(able, proposals, strict=True):
             proposal.peers = proposals
             self._round[s.id] = proposal

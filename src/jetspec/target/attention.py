@@ -12,6 +12,7 @@ from torch import Tensor
 from jetspec.target.cache import KVCache
 from jetspec.target.native_attention import native_segments
 from jetspec.target.plan import Plan, Segment
+from jetspec.target.pooled_cache import Together
 
 
 class Visibility:
@@ -21,6 +22,8 @@ class Visibility:
         window: a row sees at most the `window` latest positions, itself included; None = no limit.
     """
 
+    together: Together | None = None
+
     def __init__(
         self, plan: Plan, cache: KVCache, groups: int, window: int | None, dtype: torch.dtype
     ) -> None:
@@ -29,6 +32,7 @@ class Visibility:
         self._plan, self._cache = plan, cache
         self._bias: list[Tensor | None] | None = None
         self.native = native_segments(plan, cache)
+        self.together = None if self.native is not None else Together.of(plan, cache, window)
 
     def prepare(self) -> None:
         """Build the masks; not needed where the native kernel runs."""
@@ -79,16 +83,24 @@ def attend(
     """
     if visibility.native is not None:
         return visibility.native.attend(q, k, v, layer, visibility.window)
+    together = visibility.together
+    if together is not None and len(together.members) == len(plan.segments):
+        return together.attend(q, k, v, layer)
     visibility.prepare()
     total, heads, dim = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads
     scale = dim**-0.5
     out = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
+    if together is not None:
+        rows = together.rows
+        out[rows] = together.attend(q[rows], k[rows], v[rows], layer).view(-1, heads, dim)
     for index, segment in enumerate(plan.segments):
+        if together is not None and index in together.members:
+            continue
         start, count = segment.start, segment.count
-        rows = cache.rows(segment.key, layer)  # [2, kv_heads, S, head_dim]
-        keys, values = rows[0], rows[1]
+        cached = cache.rows(segment.key, layer)  # [2, kv_heads, S, head_dim]
+        keys, values = cached[0], cached[1]
         keys[:, -count:] = k[start : start + count].transpose(0, 1)
         values[:, -count:] = v[start : start + count].transpose(0, 1)
         part = q[start : start + count].view(count, kv_heads, groups, dim)

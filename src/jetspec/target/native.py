@@ -33,7 +33,7 @@ def load_library(name: str) -> ctypes.CDLL | None:
     source = Path(__file__).with_name(name + ".c")
     try:
         path = _cache_folder() / f"{name}-{_fingerprint(source)}.so"
-        if not path.exists():
+        if not _whole(path):
             _build(compiler, source, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError, StorageError):
@@ -51,7 +51,21 @@ def _build(compiler: str, source: Path, path: Path) -> None:
             [compiler, "-shared", str(objects), "-o", str(library), "-lm"],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT)
+        data = library.read_bytes()
+        with library.open("wb") as file:
+            file.write(data + hashlib.sha256(data).digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(library, path)
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library is there with the hash at its end that `_build` wrote. Loading one that a full disk
+    or a power cut has shortened would end the process.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    size = hashlib.sha256().digest_size
+    return len(data) > size and hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 def _fingerprint(source: Path) -> str:

@@ -2,8 +2,8 @@
  *
  * Up to 16 query rows that share a key head are the lanes of one vector, so a key is multiplied with all of them at once and no sum
  * runs across lanes. Per query the operations are those of a sequence that holds only the keys it may see, in the order of their
- * positions: a hidden key takes part with weight 0, which leaves every sum as it was. So a row has the same bits alone, in a tree and
- * in any batch.
+ * positions: a hidden key takes part with weight 0, which leaves every sum of finite values as it was. So a row has the same bits
+ * alone, in a tree and in any batch.
  *
  * Cache block of a sequence: [layers][2][kv_heads][capacity][dim]; dim is a multiple of 16.
  */

@@ -47,7 +47,9 @@ class NativeSegments:
                 [block.shape[3] for block in blocks],
                 [block.data_ptr() for block in blocks],
                 [0 if mask is None else mask.data_ptr() for mask in masks],
-            ]
+            ],
+            dtype=torch.int64,
+            device="cpu",
         )
         positions = plan.positions.contiguous()
         self._alive = (blocks, masks, table, positions)  # the struct holds their addresses
@@ -60,7 +62,7 @@ class NativeSegments:
         """As `attention.attend`; a row sees at most the `window` latest positions."""
         total, heads, dim = q.shape
         q, k, v = (x if x.stride(2) == 1 and x.stride(1) == dim else x.contiguous() for x in (q, k, v))
-        out = torch.empty(total, heads * dim)
+        out = torch.empty(total, heads * dim, dtype=torch.float32, device="cpu")
         lib = library()
         assert lib is not None
         failed = lib.jetspec_attend(

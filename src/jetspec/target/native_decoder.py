@@ -128,10 +128,10 @@ class NativeStack:
         hidden = config.hidden_size
         cos, sin = (part.contiguous() for part in rotary)
         segments = NativeSegments(plan, cache)
-        tapped = torch.empty(rows, len(taps) * hidden) if taps else None
+        tapped = torch.empty(rows, len(taps) * hidden, dtype=torch.float32, device="cpu") if taps else None
         addresses = (ctypes.c_int64 * len(self._layers))()
         for place, index in enumerate(taps):
-            assert tapped is not None and not addresses[index], taps
+            assert tapped is not None
             addresses[index] = tapped.data_ptr() + 4 * place * hidden
         job = _Job(
             len(self._layers),
@@ -169,8 +169,8 @@ def native_output(
     assert lib is not None and matrix is not None and x.is_contiguous()
     index = None if rows is None else rows.contiguous()
     count = x.shape[0] if index is None else index.shape[0]
-    hidden = torch.empty(count, x.shape[1])
-    result = torch.empty(count, matrix.n) if logits else None
+    hidden = torch.empty(count, x.shape[1], dtype=torch.float32, device="cpu")
+    result = torch.empty(count, matrix.n, dtype=torch.float32, device="cpu") if logits else None
     lib.jetspec_output(
         norm.data_ptr(),
         eps,

@@ -56,7 +56,9 @@ static inline lanes silu(lanes x)
     lanes z = -x;
     integers high = z > 87.0f, low = z < -87.0f;
     z = (lanes)(((integers)z & ~high & ~low) | ((integers)all(87.0f) & high) | ((integers)all(-87.0f) & low));
-    return x / (1.0f + exp_in_range(z));
+    lanes below = 1.0f + exp_in_range(z);
+    below = (lanes)(((integers)below & ~high) | ((integers)all(INFINITY) & high));
+    return x / below;
 }
 
 static inline float sum_lanes(lanes a)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import statistics
+import threading
 import time
 from functools import cache
 from typing import ClassVar
@@ -105,7 +106,7 @@ class PackedMatrix:
         assert x.dtype == torch.float32 and x.ndim == 2 and x.shape[1] == self.k, (x.dtype, x.shape, self.k)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape[0], self.width)
+        out = torch.empty(x.shape[0], self.width, dtype=torch.float32, device="cpu")
         mode = GATE if self.gated else STORE
         start = time.perf_counter() if PackedMatrix.clock is not None else 0.0
         _library().jetspec_product(
@@ -118,7 +119,7 @@ class PackedMatrix:
 
     def unpacked(self) -> Tensor:
         """W [N, K] again, in the kept type."""
-        weight = torch.empty(self.n, self.k, dtype=self.data.dtype)
+        weight = torch.empty(self.n, self.k, dtype=self.data.dtype, device="cpu")
         _library().jetspec_unpack(ctypes.byref(self.struct), self.data.data_ptr(), weight.data_ptr())
         return weight
 
@@ -158,18 +159,32 @@ class _Arena:
     def __init__(self) -> None:
         self._piece: mmap.mmap | None = None
         self._used = 0
+        self._lock = threading.Lock()
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor [count] that begins at a multiple of 64 bytes."""
+        """An uninitialised tensor [count] that begins at a multiple of 64 bytes. Raises MemoryError."""
         size = max(1, count) * torch.empty(0, dtype=dtype).element_size()
-        if self._piece is None or self._used + size > len(self._piece):
-            self._piece = mmap.mmap(-1, max(size, self.PIECE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._used = 0
-            with contextlib.suppress(OSError, AttributeError):
-                self._piece.madvise(mmap.MADV_HUGEPAGE)
-        start = self._used
-        self._used += size + -size % _ALIGNMENT
-        return torch.frombuffer(self._piece, dtype=dtype, count=count, offset=start)
+        with self._lock:
+            if self._piece is None or self._used + size > len(self._piece):
+                self._piece, self._used = _mapping(max(size, self.PIECE)), 0
+            start = self._used
+            self._used += size + -size % _ALIGNMENT
+            return torch.frombuffer(self._piece, dtype=dtype, count=count, offset=start)
+
+    def close_piece(self) -> None:
+        """What comes next begins a piece of its own."""
+        with self._lock:
+            self._piece = None
+
+
+def _mapping(size: int) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for weights of {size} bytes") from error
+    with contextlib.suppress(OSError, AttributeError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 _arena = _Arena()
@@ -202,6 +217,13 @@ def product_speed(rows: int = 252, repeats: int = 9) -> float:
         matrix.product(x)
         seconds.append(time.perf_counter() - start)
     return 2 * rows * 3072 * 576 / statistics.median(seconds)
+
+
+def own_memory() -> None:
+    """Call before a model's first matrix and behind its last: its memory then goes with it, and does not
+    hang on a neighbour's.
+    """
+    _arena.close_piece()
 
 
 def _library() -> ctypes.CDLL:

@@ -82,7 +82,8 @@ class RotaryTable:
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._inverse, self._scale = inverse_frequencies(rope, head_dim)
         self._dtype, self._device = dtype, device
-        self._cos = self._sin = torch.empty(0, 2 * self._inverse.shape[0], dtype=dtype, device=device)
+        empty = torch.empty(0, 2 * self._inverse.shape[0], dtype=dtype, device=device)
+        self._tables = empty, empty  # replaced as one, so that threads never meet half of a change
 
     def at(self, positions: Tensor, largest: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine [M, 1, rotary_dim] at `positions` [M]; `largest` is their maximum.
@@ -90,15 +91,17 @@ class RotaryTable:
         The two halves of the last axis are equal, and the first half of the sine carries the minus sign of
         the rotation.
         """
-        if largest >= self._cos.shape[0]:
-            self._grow(max(largest + 1, 2 * self._cos.shape[0], 256))
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        tables = self._tables
+        if largest >= tables[0].shape[0]:
+            tables = self._tables = self._grown(max(largest + 1, 2 * tables[0].shape[0], 256))
+        cos, sin = tables
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
-    def _grow(self, count: int) -> None:
+    def _grown(self, count: int) -> tuple[Tensor, Tensor]:
         angles = torch.arange(count, dtype=torch.float32)[:, None] * self._inverse[None, :]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        self._cos = torch.cat([cos, cos], dim=1).to(self._device, self._dtype)
-        self._sin = torch.cat([-sin, sin], dim=1).to(self._device, self._dtype)
+        cos, sin = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+        return cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

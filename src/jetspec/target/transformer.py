@@ -21,7 +21,9 @@ from jetspec.target.config import ModelConfig
 from jetspec.target.linear import Linear
 from jetspec.target.moe import Experts
 from jetspec.target.native_decoder import NativeStack, native_output
+from jetspec.target.packed import own_memory
 from jetspec.target.plan import Plan
+from jetspec.target.pooled_cache import PooledCache
 from jetspec.target.rope import RotaryTable, rotate
 
 
@@ -124,10 +126,12 @@ class Transformer:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         moved = _Moved(weights, dtype, self.device)
         self.embedding = moved["model.embed_tokens.weight"]  # [V, H]
+        own_memory()
         self.layers = [Layer(config, index, moved) for index in range(config.num_layers)]
         self.norm = moved["model.norm.weight"]
         self.output_matrix = self.embedding if config.tie_embeddings else moved["lm_head.weight"]  # [V, H]
         self.output = Linear(self.output_matrix)
+        own_memory()
         self.native = NativeStack.build(config, self.layers, dtype, self.device)
         self.output_seconds = 0.0  # of the compiled final norm and output matrix, for profiles
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype, self.device)
@@ -135,7 +139,8 @@ class Transformer:
     def new_cache(self) -> KVCache:
         """An empty cache that fits this model."""
         c = self.config
-        return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+        kind = PooledCache if self.device.type == "cuda" else KVCache
+        return kind(c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the embedding table: ids [n] -> [n, H]."""
@@ -152,6 +157,7 @@ class Transformer:
             hidden: also return the final normed state of every row.
         """
         config = self.config
+        assert len(set(taps)) == len(taps) and all(0 <= n < config.num_layers for n in taps), taps
         x = self.embed(plan.ids)
         rotary = self._rotary.at(plan.positions, int(plan.positions.max()))
         if self.native is not None:

@@ -24,7 +24,7 @@ from jetspec.train.checkpoint import load_checkpoint, save_batch, save_checkpoin
 from jetspec.train.curves import draw_curves
 from jetspec.train.data import Corpus, batches_at
 from jetspec.train.distributed import ALONE, Processes, make_learner, whole_tensor
-from jetspec.train.log import append_log, trim_log
+from jetspec.train.log import append_log, read_log, trim_log
 from jetspec.train.method import StepSums, TrainingMethod
 from jetspec.train.optim import OPTIMIZERS, make_optimizer
 from jetspec.train.validate import SETTINGS, Validation
@@ -152,6 +152,10 @@ class _Run:
         self.step, self.steps, self.seconds = 0, self._length(), 0.0
         self.validated = self.saved = 0.0
 
+    @property
+    def _log_path(self) -> Path:
+        return self.folder / "log.jsonl"
+
     def _check_share(self) -> None:
         """Every process needs an answer of each batch, and Muon whole matrices. Raises OptionError."""
         answers = min(self.options.answers, len(self.corpus.training))
@@ -178,7 +182,7 @@ class _Run:
         step = 0 if state is None else state["step"]
         self.processes.check_same(step, "checkpoint")  # and nobody writes before all have read
         if self.processes.first:
-            trim_log(self.folder / "log.jsonl", step)
+            trim_log(self._log_path, step)
         if state is None:
             return
         wanted = json.loads(json.dumps(asdict(self.options)))
@@ -311,7 +315,10 @@ class _Run:
 
     def _write_head(self, validation: Validation) -> None:
         report = Report(self.step, self.step, self.seconds, math.nan, [], [], 0.0, validation)
-        self._log(report)
+        if any(line["step"] == self.step and not line["by_depth"] for line in read_log(self._log_path)):
+            self.on_report(report)  # this run had come to its end before
+        else:
+            self._log(report)
         manifest = {
             **self.manifest,
             "steps": self.step,
@@ -321,7 +328,7 @@ class _Run:
             "validation": {"tau": validation.tau, "survival": validation.survival},
         }
         self.method.save(self.folder / "head", manifest)
-        write_card(self.folder / "head", manifest, self.folder / "log.jsonl")
+        write_card(self.folder / "head", manifest, self._log_path)
 
     def _log(self, report: Report) -> None:
         self.on_report(report)
@@ -332,6 +339,6 @@ class _Run:
         record["loss"] = None if math.isnan(report.loss) else report.loss
         if report.validation is None:
             del record["validation"]
-        append_log(self.folder / "log.jsonl", record)
+        append_log(self._log_path, record)
         if report.validation is not None:
-            draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")
+            draw_curves(self._log_path, self.folder / "curves.png")

@@ -99,10 +99,11 @@ def fused_loss(
     the whole. overlap: compute it too.
     """
     share = weight / (weight.sum() if total is None else total)
-    flat = [tensor for pair in pairs for tensor in pair]
-    loss, per_row, agree, found = _Fused.apply(  # type: ignore[no-untyped-call]
-        options, overlap, teacher, output, teacher_row, labels, share, *flat
-    )
+    flat = [tensor for pair in _as_weights(pairs) for tensor in pair]
+    with torch.autocast(weight.device.type, enabled=False):
+        loss, per_row, agree, found = _Fused.apply(  # type: ignore[no-untyped-call]
+            options, overlap, teacher, output, teacher_row, labels, share, *flat
+        )
     return LossResult(loss, per_row, agree, found)
 
 
@@ -112,10 +113,18 @@ def fused_overlap(
 ) -> Tensor:
     """sum_v min(p, q) of each row [R], chunked; 0 for rows of weight 0. Arguments as in `fused_loss`."""
     found = torch.zeros_like(weight)
-    for chunk in _chunks(pairs, teacher, output, teacher_row, weight):
-        distance = (chunk.logits.softmax(-1) - chunk.target.softmax(-1)[chunk.place]).abs_().sum(-1)
-        found[chunk.rows] = (1 - distance / 2).to(found.dtype)
+    with torch.autocast(weight.device.type, enabled=False):
+        for chunk in _chunks(_as_weights(pairs), teacher, output, teacher_row, weight):
+            distance = (chunk.logits.softmax(-1) - chunk.target.softmax(-1)[chunk.place]).abs_().sum(-1)
+            found[chunk.rows] = (1 - distance / 2).to(found.dtype)
     return found
+
+
+def _as_weights(pairs: Pairs) -> Pairs:
+    """Mixed precision ends here: states take the type of the matrices that they meet, since logits in
+    bfloat16 would be off by hundredths.
+    """
+    return [(x.to(w.dtype), w) for x, w in pairs]
 
 
 def confidence_loss(logits: Tensor, overlap: Tensor, weight: Tensor, total: float) -> Tensor:
@@ -143,7 +152,8 @@ def _chunks(
     """
     kept = weight.nonzero().squeeze(-1)
     kept = kept[teacher_row[kept].argsort(stable=True)]
-    size = min(CHUNK_ROWS * (16 if weight.is_cuda else 1), max(1, _CHUNK_LOGITS // len(output)))
+    rows, most = (32 * CHUNK_ROWS, 4 * _CHUNK_LOGITS) if weight.is_cuda else (CHUNK_ROWS, _CHUNK_LOGITS)
+    size = min(rows, max(1, most // len(output)))
     for rows in kept.split(size):
         used, place = teacher_row[rows].unique(return_inverse=True)
         (x, w), *more = pairs

@@ -163,7 +163,8 @@ class HeadModule(nn.Module):
         return rotate(y, rotary[0], rotary[1])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight(name), self.model.rms_norm_eps)
+        weight = self.weight(name)  # float32 where products are in half precision
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.model.rms_norm_eps)
 
 
 class ScorerTables:

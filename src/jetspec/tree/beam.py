@@ -18,18 +18,24 @@ _Entry = tuple[float, int, int, int, int, int, State]
 def beam(root_token: int, proposal: Proposal, budget: int, width: int = 4) -> Tree:
     """Keep the best `width` nodes of each depth, then the best `budget` of all that were kept.
 
-    The whole frontier is expanded in one call, as EAGLE-2's dynamic tree does (arXiv 2406.16858).
-    With `width >= budget` the result is the best-first tree; `width` 1 gives the chain. Growing n equals
-    cutting a larger tree to n, because a node that misses the best n so far cannot have a descendant among
-    them.
+    The whole frontier is expanded in one call. With `width >= budget` the result is the best-first tree;
+    `width` 1 gives the chain. Growing n equals cutting a larger tree to n, because a node that misses the
+    best n so far cannot have a descendant among them.
 
     budget: drafted nodes, root excluded. Raises OptionError if `budget` is negative or `width` is below 1.
     """
+    return grow_levels(root_token, proposal, budget, width, rerank=False)
+
+
+def grow_levels(root_token: int, proposal: Proposal, budget: int, width: int, *, rerank: bool) -> Tree:
+    """Expand the best `width` nodes of each depth, and keep the best `budget` of those nodes, or, with
+    `rerank`, of all children that were offered.
+    """
     check_budget(budget)
     if width < 1:
-        raise OptionError(f"width is {width}; give the number of nodes kept per depth, 1 or more")
+        raise OptionError(f"width is {width}; give the number of nodes expanded per depth, 1 or more")
     kept: list[_Entry] = []  # the best nodes so far, at most `budget`, in node order
-    # The nodes of one depth, in node order.
+    # The nodes of one depth that are worth expanding, in node order.
     frontier: list[_Entry] = [(0.0, 0, root_token, -1, -1, 0, proposal.root_state)]
     numbers = count(1)
     for depth in range(1, proposal.max_depth + 1):
@@ -41,9 +47,9 @@ def beam(root_token: int, proposal: Proposal, budget: int, width: int = 4) -> Tr
             # A parent's children beyond the first `width` cannot be among the best `width` of the level.
             for token, logp, state in islice(zip(*children, strict=True), width):
                 level.append((parent[0] - logp, depth, token, rank, parent[5], next(numbers), state))
-        frontier = nsmallest(width, level)
-        kept = nsmallest(budget, kept + frontier)
-        frontier = [entry for entry in frontier if entry <= kept[-1]]
+        best = nsmallest(width, level)
+        kept = nsmallest(budget, kept + (level if rerank else best))
+        frontier = [entry for entry in best if entry <= kept[-1]]
     return _number(root_token, kept)
 
 

@@ -1,0 +1,257 @@
+"""From a head's stated log-prob of a path to the chance that the target takes that path.
+
+A head states q(path); what a budget needs is the chance that a node is accepted. The two differ by depth, by
+whether the head could see the node's ancestors coming, and by how the target picks its tokens. So there is
+one monotone map per group: (greedy or sampled, on or off the spine, depth). A node is on the spine if all its
+ancestors are first children (the root's children always are); siblings are in one group, and keep their
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jetspec.budget.isotonic import isotonic
+from jetspec.tree import Tree
+
+STEPS = 32  # entries of a table per unit of log-prob
+LAST = 20 * STEPS  # rarer paths count as this one
+_LEAST = 1e-6
+_BINS, _BIN_SIZE = 20, 60  # most bins of a group, least nodes in a bin
+_PRIOR = 10.0  # nodes that the wider group counts for in each bin
+
+
+class Group(NamedTuple):
+    """Nodes that share a map. Depth 0 stands for all depths: the wider group that small ones lean on."""
+
+    sampled: bool
+    spine: bool
+    depth: int
+
+
+class Knot(NamedTuple):
+    """A point of a map: the mean stated log-prob of some nodes, the log of their chance, their number."""
+
+    stated: float
+    chance: float
+    nodes: int
+
+
+class Calibration:
+    """Maps by group. Without knots every map is the identity: the head's own word.
+
+    Args:
+        knots: stated log-probs ascending, chances non-decreasing and at most 0.0.
+    """
+
+    def __init__(self, knots: Mapping[Group, Many[Knot]] | None = None) -> None:
+        self.knots = {group: tuple(points) for group, points in (knots or {}).items() if points}
+        self._tables: dict[Group, list[float]] = {}
+
+    def table(self, group: Group) -> list[float]:
+        """Chances at stated log-probs 0, -1/STEPS, ..., -LAST/STEPS. A depth without knots of its own uses
+        those of all depths, and a kind of sampling without any those of the other kind.
+        """
+        if group not in self._tables:
+            self._tables[group] = _tabulate(self._points(group))
+        return self._tables[group]
+
+    def without_sampled(self) -> Calibration:
+        """The maps of greedy decoding alone."""
+        return Calibration({group: points for group, points in self.knots.items() if not group.sampled})
+
+    def _points(self, group: Group) -> Many[Knot]:
+        for sampled in (group.sampled, not group.sampled):
+            for depth in (group.depth, 0):
+                found = self.knots.get(Group(sampled, group.spine, depth))
+                if found:
+                    return found
+        return ()
+
+
+def _tabulate(points: Many[Knot]) -> list[float]:
+    stated = -np.arange(LAST + 1) / STEPS
+    if not points:
+        return np.exp(stated).tolist()
+    x, y = np.array([p.stated for p in points]), np.array([p.chance for p in points])
+    log_chance = np.interp(stated, x, y) + np.minimum(stated - x[0], 0.0)  # beyond the rarest: as stated
+    return np.exp(np.minimum(log_chance, 0.0)).tolist()
+
+
+def spines(tree: Tree) -> list[bool]:
+    """Per node whether all its ancestors are first children."""
+    line = [True]  # whether a node and all its ancestors are first children
+    opened = [False] * tree.size
+    found = [True]
+    for parent in tree.parents[1:]:
+        found.append(line[parent])
+        line.append(line[parent] and not opened[parent])
+        opened[parent] = True
+    return found
+
+
+class Ratios(NamedTuple):
+    """What chances are multiplied with, [depth] from 0 on for nodes on and off the spine."""
+
+    spine: Many[float]
+    off: Many[float]
+
+
+def chances(calibration: Calibration, tree: Tree, sampled: bool, ratios: Ratios | None = None) -> list[float]:
+    """The chance of acceptance per node, 1.0 for the root, never above the parent's: the best nodes by it
+    form a tree, if ties are broken by the nodes' order.
+    """
+    found = [1.0]
+    parents, depths, logps = tree.parents, tree.depths, tree.logps
+    tables: dict[tuple[bool, int], tuple[list[float], float]] = {}
+    for node, spine in enumerate(spines(tree)):
+        if not node:
+            continue
+        depth, above = depths[node], found[parents[node]]
+        known = tables.get((spine, depth))
+        if known is None:
+            ratio = 1.0
+            if ratios is not None:
+                own = ratios.spine if spine else ratios.off
+                ratio = own[min(depth, len(own) - 1)]
+            known = tables[spine, depth] = (calibration.table(Group(sampled, spine, depth)), ratio)
+        place = int(0.5 - STEPS * logps[node])
+        value = known[0][place if place < LAST else LAST] * known[1]
+        found.append(value if value < above else above)
+    return found
+
+
+class Sample(NamedTuple):
+    """One verified tree: which prompt it belongs to, how the target picked, and the accepted path."""
+
+    prompt: int
+    sampled: bool
+    tree: Tree
+    path: tuple[int, ...]
+
+
+def fit(samples: Iterable[Sample]) -> Calibration:
+    """Maps from verified trees: per group, bins of equal counts along the stated log-prob, their share of
+    accepted nodes, made monotone. A bin leans on the group of all depths, and that one on the head's word.
+    """
+    nodes: dict[Group, list[tuple[float, bool]]] = {}
+    for sample in samples:
+        kept = set(sample.path)
+        tree = sample.tree
+        for node, spine in enumerate(spines(tree)):
+            if node:
+                pair = (tree.logps[node], node in kept)
+                for depth in (0, tree.depths[node]):
+                    nodes.setdefault(Group(sample.sampled, spine, depth), []).append(pair)
+    knots: dict[Group, list[Knot]] = {}
+    for group in sorted(nodes):  # depth 0 first
+        wider = _tabulate(knots.get(Group(group.sampled, group.spine, 0), ()))
+        knots[group] = _fit_group(nodes[group], wider)
+    return Calibration(knots)
+
+
+def _fit_group(nodes: list[tuple[float, bool]], wider: list[float]) -> list[Knot]:
+    nodes.sort()
+    bins = max(1, min(_BINS, len(nodes) // _BIN_SIZE))
+    edges = [len(nodes) * n // bins for n in range(bins + 1)]
+    stated, shares, weights = [], [], []
+    for low, high in pairwise(edges):
+        part = nodes[low:high]
+        mean = sum(logp for logp, _ in part) / len(part)
+        prior = wider[min(LAST, int(0.5 - STEPS * mean))]
+        weight = len(part) + _PRIOR
+        stated.append(round(mean, 4))  # as the file holds it
+        shares.append((sum(hit for _, hit in part) + _PRIOR * prior) / weight)
+        weights.append(weight)
+    found: list[Knot] = []
+    for x, share, low, high in zip(stated, isotonic(shares, weights), edges[:-1], edges[1:], strict=True):
+        if found and x <= found[-1].stated:  # many nodes with one log-prob
+            x, count = found[-1].stated, found.pop().nodes + high - low
+        else:
+            count = high - low
+        found.append(Knot(x, round(math.log(min(1.0, max(share, _LEAST))), 4), count))
+    return found
+
+
+class Reliability(NamedTuple):
+    """How far stated chances are from shares.
+
+    error   expected calibration error: mean over nodes of |chance - share of accepted nodes in its bin|
+    bins    (mean chance, share of accepted nodes, nodes) of each bin that is not empty
+    """
+
+    error: float
+    bins: list[tuple[float, float, int]]
+
+
+def reliability(stated: Many[float], hits: Many[bool], bins: int = 20) -> Reliability:
+    """Over bins of equal width in the chance."""
+    chance = np.asarray(stated, dtype=np.float64)
+    hit: npt.NDArray[np.float64] = np.asarray(hits, dtype=np.float64)
+    place = np.minimum((chance * bins).astype(int), bins - 1)
+    found = []
+    error = 0.0
+    for number in range(bins):
+        inside = place == number
+        count = int(inside.sum())
+        if count:
+            mean, share = float(chance[inside].mean()), float(hit[inside].mean())
+            error += count * abs(mean - share)
+            found.append((mean, share, count))
+    return Reliability(error / max(1, len(chance)), found)
+
+
+def judge(calibration: Calibration, samples: Iterable[Sample]) -> dict[str, Reliability]:
+    """Reliability on verified trees: "path", all drafted nodes; "step", the nodes whose parent was accepted,
+    given that it was (chance of the node / chance of the parent).
+    """
+    path: tuple[list[float], list[bool]] = ([], [])
+    step: tuple[list[float], list[bool]] = ([], [])
+    for _, sampled, tree, kept_path in samples:
+        kept = set(kept_path)
+        values = chances(calibration, tree, sampled)
+        for node in range(1, tree.size):
+            parent = tree.parents[node]
+            path[0].append(values[node])
+            path[1].append(node in kept)
+            if parent in kept:
+                step[0].append(values[node] / max(values[parent], 1e-12))
+                step[1].append(node in kept)
+    return {"path": reliability(*path), "step": reliability(*step)}
+
+
+def to_values(calibration: Calibration) -> list[dict[str, Any]]:
+    """Maps for JSON."""
+    return [
+        {
+            "sampled": group.sampled,
+            "spine": group.spine,
+            "depth": group.depth,
+            "stated": [point.stated for point in points],
+            "chance": [point.chance for point in points],
+            "count": [point.nodes for point in points],
+        }
+        for group, points in sorted(calibration.knots.items())
+    ]
+
+
+def from_values(values: Any) -> Calibration:
+    """Raises ValueError, TypeError or KeyError if these are not maps."""
+    knots: dict[Group, list[Knot]] = {}
+    for entry in values:
+        group = Group(bool(entry["sampled"]), bool(entry["spine"]), int(entry["depth"]))
+        columns = (entry["stated"], entry["chance"], entry["count"])
+        points = [Knot(float(x), float(y), int(n)) for x, y, n in zip(*columns, strict=True)]
+        stated, chance = [p.stated for p in points], [p.chance for p in points]
+        rising = all(a < b for a, b in pairwise(stated)) and all(a <= b for a, b in pairwise(chance))
+        if not (points and rising and chance[-1] <= 0.0 and all(map(math.isfinite, stated + chance))):
+            raise ValueError(f"the map of {group} is not monotone")
+        knots[group] = points
+    return Calibration(knots)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jetspec.budget.calibrate import Calibration
+from jetspec.budget.calibration_file import load_calibration
+from jetspec.budget.choose import knowledge_of
+from jetspec.decode.calibration import calibrate
+from jetspec.draft.checkpoint import save_head
+from jetspec.draft.config import HeadConfig
+from jetspec.draft.loading import folder_drafter
+from jetspec.draft.stubs import Decoy, Off
+from jetspec.errors import DataError
+from jetspec.target.loading import load_target
+from jetspec.tree import GROW
+from tests.decode.tiny import PROMPTS, shared_target
+from tests.draft.tiny import random_head
+from tests.helpers import jetspec, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
+
+
+def test_a_drafter_that_is_never_sure_is_found_out() -> None:
+    """Guards the run itself: the decoy's right token is always its second choice, which no monotone map puts
+    before the first. Still chances get much nearer to shares, and both kinds of sampling are seen."""
+    target = shared_target()
+    seen: list[int] = []
+    outcome = calibrate(
+        target, Decoy(target), [*PROMPTS, *PROMPTS, *PROMPTS], tokens=300, nodes=12, watch=seen.append
+    )
+    assert outcome.prompts >= 4 and outcome.tokens >= 300 and seen[-1] == outcome.tokens
+    assert outcome.nodes > outcome.rounds > 50
+    assert set(outcome.tau) == {"greedy", "sampled"} and min(outcome.tau.values()) > 2.0
+    assert outcome.after["path"].error < 0.6 * outcome.before["path"].error
+    assert outcome.calibration.knots
+
+
+@pytest.mark.parametrize("prompts", [[], [[1]] * 3])
+def test_too_few_prompts_are_refused(prompts: list[list[int]]) -> None:
+    """Guards the held-out half: it needs a prompt of each kind."""
+    with pytest.raises(DataError, match="at least 4 prompts"):
+        calibrate(shared_target(), Off(), prompts, tokens=10)
+
+
+def test_nothing_drafted_is_an_error() -> None:
+    """Guards against an empty table that would pass for a calibration."""
+    with pytest.raises(DataError, match="too little was drafted"):
+        calibrate(shared_target(), Off(), [*PROMPTS, *PROMPTS], tokens=10)
+
+
+@pytest.fixture(scope="module")
+def head_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for the tiny model."""
+    folder = tmp_path_factory.mktemp("head")
+    target = load_target(str(tiny_folder))
+    head = random_head(target, taps=(0,), block_size=4)
+    assert isinstance(head.config, HeadConfig)
+    save_head(folder, head)
+    return folder
+
+
+def test_the_command_writes_what_auto_reads(tiny_folder: Path, head_folder: Path, tmp_path: Path) -> None:
+    """Guards the way from the command to the policy: file and plot are there, errors of both kinds are
+    reported, and an engine with the budget auto uses the maps."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"Tell me about the number {n}." for n in range(12)))
+    arguments = ["--model", tiny_folder, "--head", head_folder, "--prompts", prompts]
+    done = jetspec("calibrate", *arguments, "--tokens", 150, "--nodes", 8, "--json")
+    facts = done.json
+    assert set(facts["error_on_held_out_half"]) == {"path", "step"}
+    assert facts["command"].startswith("jetspec calibrate --prompts prompts.txt --tokens 150")
+    assert json.loads((head_folder / "calibration.json").read_text())["rounds"] == facts["rounds"] > 0
+    assert Path(facts["plot"]).read_bytes().startswith(b"\x89PNG")
+    target = load_target(str(tiny_folder))
+    drafter = folder_drafter(head_folder, target)
+    known = knowledge_of(target, drafter, GROW["best-first"])
+    kept = load_calibration(head_folder, drafter.shared_noise)  # type: ignore[attr-defined]
+    assert known is not None and kept is not None
+    assert known.calibration.knots == kept.knots != Calibration().knots
+    text = jetspec("calibrate", *arguments, "--tokens", 60, "--nodes", 8).out
+    assert "a path is accepted" in text and "held-out half" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--head", "random"], "not the folder of a head"),
+        (["--tokens", "0"], "--tokens"),
+        (["--nodes", "0"], "--nodes"),
+        (["--nodes", "9999"], "budget"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_bad_options_are_one_line(
+    tiny_folder: Path, head_folder: Path, given: list[str], message: str
+) -> None:
+    """Guards the command's errors."""
+    head = [] if "--head" in given else ["--head", head_folder]
+    assert message in jetspec("calibrate", "--model", tiny_folder, *head, *given).error

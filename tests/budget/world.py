@@ -1,0 +1,152 @@
+"""A small world for budget policies: heads whose guesses are right as often as they should be, a machine with
+a clock of its own, and the loop of a round without a model.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from jetspec.budget.base import Budget, Spent
+from jetspec.budget.cost import CostModel, Curve, RoundSize
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
+from jetspec.tree import GROW, Grow, MarginalProposal, Tree
+from jetspec.verify import walk
+
+WIDTH = 6
+
+
+@dataclass
+class Head:
+    """A made-up head. Per round and depth the target's token is candidate 0 with a chance that varies from
+    round to round, each further one with half the chance of the one before, or none of them.
+
+    sure    mean log-odds of candidate 0; drift: how much they vary
+    boast   power that turns the true chances into the stated ones: below 1 it promises too much
+    right   False: the target's token is never among the candidates
+    """
+
+    sure: float = 0.8
+    drift: float = 1.0
+    boast: float = 1.0
+    depth: int = 7
+    right: bool = True
+    seed: int = 0
+    _dice: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)
+
+    def draft(self) -> tuple[MarginalProposal, list[int]]:
+        """A proposal, and the tokens that the target will pick, one per depth and one more."""
+        dice = self._dice
+        level = dice.gauss(self.sure, self.drift)
+        tokens, logps, truth = [], [], []
+        for depth in range(self.depth):
+            first = 1.0 / (1.0 + math.exp(-(level - 0.15 * depth)))
+            chances = [first, *((1.0 - first) * 0.5**rank for rank in range(1, WIDTH))]
+            chosen = dice.choices([*range(WIDTH), -1], [*chances, max(0.0, 1.0 - sum(chances))])[0]
+            truth.append(chosen if self.right else -1)
+            tokens.append(list(range(WIDTH)))
+            logps.append([self.boast * math.log(chance) for chance in chances])
+        return MarginalProposal(tokens, logps), [*truth, -1]
+
+
+@dataclass
+class Machine:
+    """What rounds take, in seconds, with noise: `draft` per forward, `verify` of so many rows."""
+
+    draft: float = 0.004
+    verify: Callable[[float], float] = lambda rows: 0.012 + 0.0002 * rows
+    noise: float = 0.0
+    stalls: float = 0.0  # share of rounds that take ten times as long
+    seed: int = 0
+
+    def model(self, wrong: float = 0.0) -> CostModel:
+        """What a measurement would give; `wrong` is the spread of its errors, in logs."""
+        dice = random.Random(self.seed)
+        sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+        return CostModel(
+            Curve.through(
+                {n: self.draft * (0.6 + 0.4 * n) * math.exp(wrong * dice.gauss(0, 1)) for n in (1, 4)}
+            ),
+            Curve.through({0: 1e-4, 32: 6e-4}),
+            Curve.through({n: self.verify(n) * math.exp(wrong * dice.gauss(0, 1)) for n in sizes}),
+            Curve.through({1: 3e-4, 4: 9e-4}),
+        )
+
+    def spent(self, size: RoundSize, dice: random.Random) -> Spent:
+        """What one round takes."""
+        factor = math.exp(self.noise * dice.gauss(0, 1)) * (10.0 if dice.random() < self.stalls else 1.0)
+        draft = self.draft * (0.6 + 0.4 * size.drafts) if size.drafts else 0.0
+        build, commit = 1e-4 + 1.6e-5 * size.grown, 1e-4 + 2e-4 * size.sequences
+        return Spent(*(factor * value for value in (draft, build, self.verify(size.rows), commit)))
+
+
+@dataclass
+class Log:
+    """What happened: per round whether it drafted, nodes verified, tokens emitted, seconds."""
+
+    drafted: list[bool] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return sum(self.tokens) / sum(self.seconds)
+
+
+def sequences(count: int, sampling: Sampling | None = None) -> list[Sequence]:
+    """Requests without an end."""
+    limits = Limits(max_tokens=10**6)
+    return [Sequence(n, [1] * 65, sampling or Sampling(), limits, lambda ids: "") for n in range(count)]
+
+
+def accepted(tree: Tree, truth: list[int]) -> list[int]:
+    """The accepted path, where the target picks truth[d] at depth d."""
+    return walk(tree, lambda node: truth[tree.depths[node]])[0]
+
+
+def run(
+    budget: Budget,
+    head: Head,
+    machine: Machine,
+    rounds: int,
+    batch: int = 1,
+    grow: Grow = GROW["best-first"],
+    log: Log | None = None,
+) -> Log:
+    """Rounds of a policy in this world."""
+    log = log if log is not None else Log()
+    dice = random.Random(head.seed + 1)
+    members = sequences(batch)
+    for _ in range(rounds):
+        limits = budget.limits(members)
+        drafts = [head.draft() for _ in members]
+        grown = [
+            grow(0, proposal, limit) if limit else Tree.root_only(0)
+            for (proposal, _), limit in zip(drafts, limits, strict=True)
+        ]
+        trees = budget.cut(members, grown)
+        paths = [accepted(tree, truth) for tree, (_, truth) in zip(trees, drafts, strict=True)]
+        rows = sum(tree.size for tree in trees)
+        grown_nodes, drafts = sum(tree.budget for tree in grown), sum(limit > 0 for limit in limits)
+        size = RoundSize(batch, drafts, grown_nodes, rows, 64 * batch, 64 * rows)
+        spent = machine.spent(size, dice)
+        budget.record(members, trees, paths, spent)
+        log.drafted.append(drafts > 0)
+        log.nodes.append(rows - batch)
+        log.tokens.append(sum(map(len, paths)))
+        log.seconds.append(sum(spent))
+    return log
+
+
+def fake(**values: Any) -> Any:
+    """An object with just these attributes."""
+    return cast(Any, type("Fake", (), values)())
