@@ -99,7 +99,7 @@ def test_list_names_every_method(tiny_folder: Path) -> None:
     [
         (["--methods", "tree"], "unknown method 'tree'; valid: all, plain"),
         (["--methods", ","], "--methods is empty"),
-        (["--budgets", "8,x"], "--budgets is '8,x'; give whole numbers separated by commas"),
+        (["--budgets", "8,x"], "--budgets is '8,x'; give whole numbers or 'auto', separated by commas"),
         (["--budgets", "0"], "budget 0 is plain decoding"),
         (["--temperatures", "-1"], "temperature must be"),
         (["--prompts", "0"], "--prompts must be at least 1"),

@@ -69,7 +69,7 @@ def test_every_method_is_measured_and_lossless(tmp_path: Path) -> None:
     """Guards the whole run: T = 0 and 1, batch 1 and 2; each variant has one entry per group, and all texts
     are those of plain decoding although every drafter is wrong on purpose."""
     target = tiny_target()
-    settings = Settings(budgets=(6,), temperatures=(0.0, 1.0), batches=(1, 2), tokens=7)
+    settings = Settings(budgets=(6, "auto"), temperatures=(0.0, 1.0), batches=(1, 2), tokens=7)
     made, skipped = bench(target, tmp_path / "r.jsonl", [*NAMES, "mtp"], HEADS, settings)
     found = plan(questions(2), target, settings, lambda text: None)
     assert [done.place for done in made.run(found)] == [item.place for item in found]

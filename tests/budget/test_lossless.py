@@ -11,9 +11,10 @@ from collections.abc import Sequence as Many
 
 import pytest
 
-from jetspec.budget.adaptive import AdaptiveBudget, Knowledge
+from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
 from jetspec.budget.calibrate import chances
+from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.plan import keep, rank
 from jetspec.budget.profile import Measurement
 from jetspec.decode.engine import Engine

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.bench.record import file_hash
+from jetspec.budget.choose import AUTO, make_budget
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.draft.loading import NAMES as STUBS
@@ -214,29 +215,34 @@ def sort_out(
     return usable, skipped
 
 
-def make_engine(target: Target, method: Method, budget: int, heads: Heads, max_batch: int) -> Engine:
+def make_engine(target: Target, method: Method, budget: int | str, heads: Heads, max_batch: int) -> Engine:
     """An engine that decodes as the method does."""
     if method.family is None:
         return Engine(target, None, budget=0, max_batch=max_batch)
     assert method.grow is not None
     drafter = heads.drafter(method)
-    sampled = SampledDrafter(drafter, budget) if method.in_law else None
-    engine = Engine(target, sampled or drafter, budget=budget, max_batch=max_batch)
+    sampled = SampledDrafter(drafter, int(budget)) if method.in_law else None
+    # Made here, because the cost that "auto" goes by is the builder's own, too.
+    policy = make_budget(AUTO if budget == AUTO else int(budget), target, drafter, method.grow)
+    engine = Engine(target, sampled or drafter, budget=policy, max_batch=max_batch)
     engine.grow = method.grow
     engine.walker = sampled.walk if sampled is not None else None
     return engine
 
 
-def variants(methods: Many[Method], budgets: Many[int], heads: Heads) -> list[tuple[Method, int]]:
+def variants(methods: Many[Method], budgets: Many[int | str], heads: Heads) -> list[tuple[Method, int | str]]:
     """Every method with every budget that tells it apart: plain decoding and outside methods once, with 0,
-    and a chain never longer than its head's depth.
+    a chain never longer than its head's depth, and rejection sampling with numbers only, because its drafts
+    must not be cut.
     """
-    found: list[tuple[Method, int]] = []
+    found: list[tuple[Method, int | str]] = []
     for method in methods:
         sizes = list(budgets)
         if method.family is None:
             sizes = [0]
         elif method.is_chain and (depth := depth_of(heads.drafter(method))) is not None:
-            sizes = [min(size, depth) for size in sizes]
+            sizes = [min(size, depth) if isinstance(size, int) else size for size in sizes]
+        if method.in_law:
+            sizes = [size for size in sizes if isinstance(size, int)]
         found += [(method, size) for size in dict.fromkeys(sizes)]
     return found

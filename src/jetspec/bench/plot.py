@@ -36,10 +36,10 @@ def figures(rows: Many[Row]) -> dict[str, Figure]:
         where = f"T = {temperature:g}, batch {batch}"
         suffix = "" if len(cases) == 1 else f"-t{temperature:g}-b{batch}"
         drafting = [row for row in totals(own) if row.method != PLAIN]
-        if any(row.budget for row in drafting):
-            found[f"tau-budget{suffix}"] = _against(drafting, "budget", "tau", f"τ against budget, {where}")
+        if any(row.fixed for row in drafting):
+            found[f"tau-budget{suffix}"] = _against(drafting, "fixed", "tau", f"τ against budget, {where}")
             found[f"speedup-budget{suffix}"] = _against(
-                drafting, "budget", "speedup", f"Speedup against budget, {where}"
+                drafting, "fixed", "speedup", f"Speedup against budget, {where}"
             )
         if drafting:
             found[f"speedup-sets{suffix}"] = _by_set(own, f"Speedup by set, {where}")
@@ -111,21 +111,22 @@ def _against(rows: Many[Row], over: str, what: str, title: str) -> Figure:
     """Tau or speedup with its interval, against budget or batch size; a line per method (and per budget,
     where that is not the axis)."""
     figure, (axes,) = new_figure()
-    lines: dict[tuple[str, int], list[Row]] = {}
+    lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if over == "budget" and not row.budget:
+        if over == "fixed" and not row.fixed:
             value = getattr(row, what).value
             axes.axhline(value, ls=":", color=style_of(row.method)["color"], label=row.name)
             continue
-        lines.setdefault((row.method, 0 if over == "budget" else row.budget), []).append(row)
-    for number, ((method, budget), found) in enumerate(lines.items()):
+        label = row.method if over == "fixed" else row.name
+        lines.setdefault((row.method, label), []).append(row)
+    for number, ((method, label), found) in enumerate(lines.items()):
         found.sort(key=lambda row: getattr(row, over))
         values = [getattr(row, what) for row in found]
         axes.errorbar(
             [getattr(row, over) for row in found],
             [value.value for value in values],
             yerr=[[v.value - v.low for v in values], [v.high - v.value for v in values]],
-            label=f"{method} {budget}" if budget else method,
+            label=label,
             capsize=2,
             ls=("-", "--", "-.")[number % 3],
             **style_of(method),
@@ -134,9 +135,7 @@ def _against(rows: Many[Row], over: str, what: str, title: str) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(
-        "budget (drafted nodes, root excluded)" if over == "budget" else "batch (prompts at once)"
-    )
+    axes.set_xlabel("budget (drafted nodes, root excluded)" if over == "fixed" else "batch (prompts at once)")
     _finish(axes, what, title)
     return figure
 
@@ -188,7 +187,7 @@ def _depths(rows: Many[Row], where: str) -> Figure:
     """Acceptance by depth of each method at its largest budget: of all rounds, and conditional."""
     largest: dict[str, Row] = {}
     for row in rows:
-        if row.survival and (row.method not in largest or row.budget > largest[row.method].budget):
+        if row.survival and (row.method not in largest or row.fixed > largest[row.method].fixed):
             largest[row.method] = row
     figure, panels = new_figure(10.0, 4.2, columns=2)
     titles = ("of all rounds", "of rounds that accepted the depth above")

@@ -14,7 +14,7 @@ from jetspec.bench.clock import EngineRunner, Measured, Runner, take_turns, warm
 from jetspec.bench.methods import PLAIN, Heads, Method, make_engine, variants
 from jetspec.bench.prompts import Question, digest, encode, warm_up_ids
 from jetspec.bench.record import Journal, load_average, peak_memory, provenance, run_key
-from jetspec.budget.fixed import FixedBudget
+from jetspec.budget.choose import check_budget_option
 from jetspec.decode.compare import find_divergence
 from jetspec.errors import OptionError, PromptError
 from jetspec.sampling import Sampling
@@ -29,13 +29,14 @@ CLOCK = "the first round to the last token, prefill apart"
 class Settings:
     """What is measured. Raises OptionError naming the value that is out of range.
 
-    budgets, temperatures, batches, seeds   all combinations are measured; seeds matter above T = 0 only
+    budgets, temperatures, batches, seeds   all combinations are measured; seeds matter above T = 0 only.
+                    A budget is a number of drafted nodes, or "auto", which follows the measured cost
     tokens          most tokens of an answer
     ignore_eos      go on after the end of the text, so that all answers have `tokens` tokens
     outside_prompts prompts of a set that outside methods decode as well; they are several times slower
     """
 
-    budgets: tuple[int, ...] = (8,)
+    budgets: tuple[int | str, ...] = (8,)
     temperatures: tuple[float, ...] = (0.0,)
     batches: tuple[int, ...] = (1,)
     seeds: tuple[int, ...] = (0,)
@@ -48,7 +49,7 @@ class Settings:
             if not getattr(self, name):
                 raise OptionError(f"--{name} is empty; give at least one value")
         for budget in self.budgets:
-            FixedBudget(budget)
+            check_budget_option(budget)
             if budget == 0:
                 raise OptionError("budget 0 is plain decoding, which is measured anyway; leave it out")
         for batch in self.batches:
@@ -188,7 +189,7 @@ class Bench:
         self.variants = variants(methods, settings.budgets, heads)
         self.facts = provenance(self._arguments(skipped or {}), str(target.device))
         self.key = run_key(self.facts)
-        self._runners: dict[tuple[str, int, int], Runner] = {}
+        self._runners: dict[tuple[str, int | str, int], Runner] = {}
 
     def _arguments(self, skipped: dict[str, str]) -> dict[str, Any]:
         tokenizer = self.target.tokenizer
@@ -265,7 +266,7 @@ class Bench:
         some = not method.outside or item.number < self.settings.outside_prompts
         return some and takes(method, len(item.prompts), item.sampling)
 
-    def _runner(self, method: Method, budget: int, batch: int) -> Runner:
+    def _runner(self, method: Method, budget: int | str, batch: int) -> Runner:
         """The runner of a variant, made and warmed up when it is first needed."""
         place = (method.name, budget, batch)
         if place not in self._runners:

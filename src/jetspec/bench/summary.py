@@ -74,7 +74,7 @@ class Row:
     temperature: float
     batch: int
     method: str
-    budget: int
+    budget: int | str  # "auto", or drafted nodes
     prompts: int
     tokens: int
     speedup: Interval
@@ -97,6 +97,11 @@ class Row:
     def name(self) -> str:
         """The method and its budget in words."""
         return f"{self.method} {self.budget}" if self.budget else self.method
+
+    @property
+    def fixed(self) -> int:
+        """Drafted nodes of a fixed budget; 0 for plain decoding and for a budget that follows the cost."""
+        return self.budget if isinstance(self.budget, int) else 0
 
     @property
     def in_law(self) -> bool:
@@ -139,7 +144,7 @@ def summarise(items: Many[dict[str, Any]]) -> list[Row]:
 
     In the order: temperature, batch, set as in the papers and the pooled one last, method, budget.
     """
-    groups: dict[tuple[float, int, int, str, int, int], list[_Pair]] = {}
+    groups: dict[tuple[float, int, int, str, int, int | str], list[_Pair]] = {}
     sets = _set_order(items)
     for item in items:
         plain = item["methods"][0]
@@ -150,7 +155,8 @@ def summarise(items: Many[dict[str, Any]]) -> list[Row]:
                 known = list(METHODS).index(method["method"]) if method["method"] in METHODS else len(METHODS)
                 key = (item["temperature"], item["batch"], number, method["method"], known, method["budget"])
                 groups.setdefault(key, []).append(pair)
-    ordered = sorted(groups, key=lambda key: (key[:3], key[4], key[3], key[5]))
+    # "auto" comes behind all numbers
+    ordered = sorted(groups, key=lambda key: (key[:3], key[4], key[3], isinstance(key[5], str), key[5]))
     return [_row([*sets, POOLED][key[2]], groups[key]) for key in ordered]
 
 

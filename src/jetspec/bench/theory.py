@@ -108,7 +108,7 @@ def marks(rows: Many[Row], temperature: float | None = None, batch: int = 1) -> 
         temperature = min((row.temperature for row in own), default=0.0)
     own = totals([row for row in own if row.temperature == temperature])
     plain = next((row for row in own if row.method == PLAIN and row.round_ms), None)
-    drafting = [row for row in own if row.budget and row.round_ms]
+    drafting = [row for row in own if row.fixed and row.round_ms]
     if plain is None or not drafting:
         raise DataError(
             f"the records hold no drafting method beside plain decoding at T = {temperature:g}, batch {batch}"
@@ -125,7 +125,7 @@ def _mark(row: Row, plain: Row) -> Mark:
     cost = (terms["draft"] + terms["build"]) / length if length else 0.0
     return Mark(
         method=row.method,
-        budget=row.budget,
+        budget=row.fixed,
         length=length,
         tau=row.tau.value,
         alpha=alpha,

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from jetspec.budget.adaptive import AdaptiveBudget, Knowledge
+from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Budget
 from jetspec.budget.calibration_file import load_calibration
 from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
+from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.profile import SECONDS, Measurement, measure
 from jetspec.budget.store import CostFile, cost_facts
 from jetspec.draft.base import Drafter
@@ -21,7 +22,7 @@ from jetspec.tree import Grow
 
 AUTO: Literal["auto"] = "auto"
 BudgetOption: TypeAlias = int | Literal["auto"] | Budget
-_WORTH_KEEPING = 0.2  # seconds; what was measured faster is measured again at the next start
+_WORTH_KEEPING = 0.8  # seconds; what was measured faster is measured again at the next start
 
 
 def check_budget_option(budget: object) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from jetspec.cli import bench_options, options
 from jetspec.cli.bench_run import (
+    budgets_of,
     find_questions,
     given_heads,
     measure,
@@ -77,7 +78,7 @@ def bench(
 
     chosen = choose_methods(names_of(methods, "--methods"))
     settings = Settings(
-        budgets=numbers_of(budgets, "--budgets", int),
+        budgets=budgets_of(budgets),
         temperatures=numbers_of(temperatures, "--temperatures", float),
         batches=numbers_of(batch, "--batch", int),
         seeds=numbers_of(seed, "--seed", int),

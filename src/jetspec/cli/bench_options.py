@@ -32,7 +32,8 @@ Prompts = Annotated[
 ]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", metavar="N", help="Most tokens of an answer.")]
 Budgets = Annotated[
-    str, typer.Option("--budgets", metavar="LIST", help="Drafted nodes per round, separated by commas.")
+    str,
+    typer.Option("--budgets", metavar="LIST", help="Drafted nodes per round, or auto; between commas."),
 ]
 Temperatures = Annotated[
     str, typer.Option("--temperatures", metavar="LIST", help="Temperatures, separated by commas.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jetspec.budget.choose import AUTO
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
 
@@ -76,6 +77,17 @@ def names_of(text: str, option: str) -> list[str]:
     if not names:
         raise OptionError(f"{option} is empty; give names separated by commas")
     return names
+
+
+def budgets_of(text: str) -> tuple[int | str, ...]:
+    """Budgets between commas, each once: whole numbers or `auto`. Raises OptionError if one is neither."""
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    try:
+        return tuple(dict.fromkeys(piece if piece == AUTO else int(piece) for piece in pieces))
+    except ValueError:
+        raise OptionError(
+            f"--budgets is {text!r}; give whole numbers or {AUTO!r}, separated by commas"
+        ) from None
 
 
 def numbers_of(text: str, option: str, kind: Any) -> tuple[Any, ...]:
