@@ -306,17 +306,25 @@ def _parts_of(folder: Path) -> int | None:
 
 
 def _run(settings: Settings, target: Target, out: Path, source: _Source, processes: Processes) -> None:
-    from jetspec.cli.watch import Watch
+    from jetspec.cli.watch import Watch, stop_between_steps
     from jetspec.train.families import find_family
+    from jetspec.train.loop import Paused
     from jetspec.train.pipeline import train_head
 
     family = find_family(settings.method)
     family.check(target, settings.head)
     taps = family.taps(target, settings.head) or None
     folders = source.folders(settings, target, out, taps, processes)
-    with Watch() if processes.first else nullcontext() as watch:
+    with stop_between_steps() as asked, Watch() if processes.first else nullcontext() as watch:
         on_report = watch or (lambda report: None)
-        folder = train_head(target, folders, out, settings, on_report=on_report, processes=processes)
+        try:
+            folder = train_head(
+                target, folders, out, settings, on_report=on_report, processes=processes, pause=asked
+            )
+        except Paused as paused:
+            if watch is not None:
+                watch.say(f"jetspec: {paused}")
+            raise KeyboardInterrupt from None
     if watch is None:
         return
     named = "" if target.name == options.DEFAULT_MODEL else f"--model {target.name} "

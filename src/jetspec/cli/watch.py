@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -37,6 +41,7 @@ class Watch:
         )
         self._task = self._bar.add_task("training", total=None, loss="")
         self._smooth: list[float] = []
+        self._begun = False
 
     def __enter__(self) -> Watch:
         self._bar.start()
@@ -47,6 +52,9 @@ class Watch:
 
     def __call__(self, report: Report) -> None:
         """Show a report."""
+        if not self._begun and report.step > 1:
+            self.say(f"going on behind step {report.step - 1}")
+        self._begun = True
         if report.by_depth:
             new = [report.loss, *report.by_depth]
             old = self._smooth or new
@@ -56,8 +64,33 @@ class Watch:
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
-            self.console.print(
-                f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self.say(f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}")
+
+    def say(self, text: str) -> None:
+        """A line beside the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def stop_between_steps() -> Iterator[Callable[[], bool]]:
+    """Within the block the first Ctrl-C asks to stop behind the step under way, so that nothing is lost; the
+    second one stops at once. Yields the question whether to stop.
+    """
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        print("jetspec: saving behind this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not the main thread, which alone may do this
+        yield lambda: asked
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -124,7 +124,7 @@ def train(
     while run.steps is None or run.step < run.steps:
         if pause is not None and processes.agree(float(pause())):
             run.save()
-            raise Paused(f"paused at step {run.step}; the same call goes on from there")
+            raise Paused(f"step {run.step} is saved; the same command goes on from there")
         run.advance()
     return run.finish()
 
