@@ -29,6 +29,7 @@ from jetspec.target.target import Target
 from jetspec.target.transformer import Transformer
 
 PHASES = ("draft", "build", "verify", "commit")
+SCORER = "path scorer (torch)"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _take_apart(engine: Engine, prompt: Many[int], limits: Limits, taken: _Taken
         pass
     engine.stats = Stats()
     output_before = transformer.output_seconds
+    scorer_before = drafter.scorer_seconds if isinstance(drafter, BlockDrafter) else 0.0
     assert transformer.native is not None
     with transformer.native.profiled() as stages, ExitStack() as more:
         draft_stages = more.enter_context(draft_stack.profiled()) if draft_stack is not None else {}
@@ -172,8 +174,12 @@ def _take_apart(engine: Engine, prompt: Many[int], limits: Limits, taken: _Taken
     taken.add("verify", "output matrix", transformer.output_seconds - output_before)
     if draft_stages:
         taken.add("draft", "layers", sum(draft_stages.values()))
+    inside = 0.0
     for name, value in (products or {}).items():
         taken.add("draft", name, value)
+        inside += value if name in scorer_products(drafter) else 0.0
+    if isinstance(drafter, BlockDrafter):
+        taken.add("draft", SCORER, drafter.scorer_seconds - scorer_before - inside)
 
 
 def operator_costs(transformer: Transformer, rows: float, context: float) -> dict[str, tuple[float, float]]:
@@ -209,6 +215,12 @@ def _draft_costs(drafter: Drafter) -> dict[str, tuple[float, float]]:
     return costs
 
 
+def scorer_products(drafter: Drafter) -> set[str]:
+    """Compiled products inside the path scorer, which have lines of their own."""
+    linear = getattr(getattr(drafter, "scorer", None), "to_children", None)
+    return {linear.native.name} if isinstance(linear, Linear) and linear.native is not None else set()
+
+
 def _matrices(matrices: Many[Any], rows: float) -> tuple[float, float]:
     packed = [
         linear.native for linear in matrices if isinstance(linear, Linear) and linear.native is not None
@@ -220,7 +232,7 @@ def _operator(
     phase: str, name: str, seconds: float, cost: tuple[float, float] | None, ceilings: Ceilings
 ) -> Operator:
     if cost is None or seconds <= 0:
-        return Operator(phase, name, seconds, compiled=True)
+        return Operator(phase, name, seconds, compiled=name != SCORER)
     moved, flops = cost
     floor = max(moved / ceilings.read, flops / ceilings.product)
     return Operator(phase, name, seconds, moved, flops, floor / seconds, compiled=True)

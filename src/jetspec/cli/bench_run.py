@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from jetspec.budget.choose import AUTO
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
 
@@ -81,6 +80,8 @@ def names_of(text: str, option: str) -> list[str]:
 
 def budgets_of(text: str) -> tuple[int | str, ...]:
     """Budgets between commas, each once: whole numbers or `auto`. Raises OptionError if one is neither."""
+    from jetspec.budget.choose import AUTO
+
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     try:
         return tuple(dict.fromkeys(piece if piece == AUTO else int(piece) for piece in pieces))

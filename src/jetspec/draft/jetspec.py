@@ -5,6 +5,7 @@ One class for JetSpec (arXiv 2606.18394), DFlash (arXiv 2602.06036) and DSpark (
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class BlockDrafter:
         vocab = vocab.to(target.device)
         self.backbone = Backbone(head, target.transformer, vocab)
         self.scorer = make_scorer(head, vocab, target.dtype, target.device, confidence_threshold)
+        self.scorer_seconds = 0.0  # from logits to proposals, for profiles
         self.shared_noise = shared_noise
         self.noise = SharedNoise(vocab, head.config.depth, NoiseWeights.of(head.manifest))
 
@@ -72,8 +74,11 @@ class BlockDrafter:
         """One forward for the batch; one proposal per sequence."""
         roots = [s.root for s in sequences]
         hidden, logits = self.backbone.forward([s.id for s in sequences], roots)
+        start = time.perf_counter()
         draws = self.noise.draws(sequences) if self.shared_noise else None
-        return self.scorer.proposals(hidden, logits, roots, draws)
+        proposals = self.scorer.proposals(hidden, logits, roots, draws)
+        self.scorer_seconds += time.perf_counter() - start
+        return proposals
 
     def free(self, key: int) -> None:
         """Forget a sequence."""

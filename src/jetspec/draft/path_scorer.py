@@ -81,7 +81,7 @@ class MarkovScorer:
         self.vocab = vocab
         self.parent_rows = weights["markov_head.markov_w1.weight"]  # [V, r], by token id
         self.child_rows = weights["markov_head.markov_w2.weight"][vocab]  # [Vd, r]
-        self._to_children = Linear(self.child_rows)
+        self.to_children = Linear(self.child_rows)
         self.gate = weights.get("markov_head.gate_proj.weight")  # [r, H + r]
         self.gate_bias = weights.get("markov_head.gate_proj.bias")
 
@@ -96,7 +96,7 @@ class MarkovScorer:
         base = logits.float() if draws is None else draws.score(logits.float())
         expected = expected_rows(base, root_rows, self.parent_rows, self.vocab)  # [B, D, r]
         terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
-        marginal = base + scaled(self._to_children(terms.flatten(0, 1)).view_as(base).float(), draws)
+        marginal = base + scaled(self.to_children(terms.flatten(0, 1)).view_as(base).float(), draws)
         logps = marginal.log_softmax(-1)
         top, index = logps.topk(min(CANDIDATES, width), dim=-1)  # [B, D, K]
         cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates
