@@ -29,7 +29,7 @@ from jetspec.target.target import Target
 from jetspec.target.transformer import Transformer
 
 PHASES = ("draft", "build", "verify", "commit")
-SCORER = "path scorer (torch)"
+SCORER = "path scorer"  # torch operators
 
 
 @dataclass(frozen=True)
