@@ -65,3 +65,11 @@ def test_the_verb(tiny_folder: Path) -> None:  # noqa: F811
     record = jetspec(*arguments, "--json").json
     assert [p["method"] for p in record["profiles"]] == ["plain", "random best-first"]
     assert record["ceilings"]["read"] > 0 and record["run"]["arguments"]["tokens"] == 16
+
+
+def test_the_option_is_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `jetspec bench --profile`, which must not start a benchmark."""
+    calls: list[object] = []
+    monkeypatch.setattr("jetspec.cli.bench.profile", lambda model, **options: calls.append(model))
+    assert jetspec("bench", "--profile", "--model", "some-model").code == 0
+    assert calls == ["some-model"]

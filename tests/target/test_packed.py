@@ -62,7 +62,6 @@ def test_equals_linear_in_float64(kernels: str, dtype: torch.dtype, gated: bool)
         weight = torch.randn(n, k).to(dtype)
         bias = torch.randn(n) if k % 2 else None
         matrix = PackedMatrix(weight, bias, gated=gated)
-        assert torch.equal(matrix.unpacked(), weight), "packing moves values and changes none"
         for rows in ROWS:
             x = torch.randn(rows, k)
             got, wanted = matrix.product(x), _reference(weight, bias, x, gated)

@@ -59,6 +59,7 @@ def bench(
     out: bench_options.Out = Path("jetspec-bench.jsonl"),
     fresh: bench_options.Fresh = False,
     list_methods: bench_options.ListThem = False,
+    take_apart: bench_options.Profile = False,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -72,6 +73,9 @@ def bench(
     is not measured again. Exit code 1 if an answer differs from plain decoding by more than rounding.
     """
     if context.invoked_subcommand is not None:
+        return
+    if take_apart:
+        profile(model, threads=threads, json=json, quiet=quiet, no_color=no_color)
         return
     from jetspec.bench.methods import choose_methods
     from jetspec.bench.run import Settings

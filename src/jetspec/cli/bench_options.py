@@ -98,3 +98,7 @@ RunKey = Annotated[
         "--run", metavar="KEY", help="The run to show, by the start of its key; the newest if left out."
     ),
 ]
+Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Take rounds apart by operator instead: `jetspec bench profile`."),
+]

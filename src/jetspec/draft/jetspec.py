@@ -15,6 +15,7 @@ from torch import Tensor
 from jetspec.draft.backbone import Backbone
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.confidence import ConfidentScorer
+from jetspec.draft.fit import check_fits_target
 from jetspec.draft.path_scorer import Marginals, MarkovScorer, Scorer
 from jetspec.draft.recurrent import RecurrentScorer
 from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
@@ -103,21 +104,11 @@ def make_scorer(
 
 def check_fits(head: Head, target: Target) -> None:
     """Refuse a head made for another target, naming what differs. Raises HeadError."""
-    ours, theirs = head.config, target.config
-    pairs = [
-        ("hidden size", ours.model.hidden_size, theirs.hidden_size),
-        ("vocabulary", ours.model.vocab_size, theirs.vocab_size),
-        ("number of target layers", ours.target_layers, theirs.num_layers),
-    ]
-    for what, wanted, found in pairs:
-        if wanted != found:
-            raise HeadError(
-                f"the head was made for another target: its {what} is {wanted}, {target.name} has {found}; "
-                "give a head trained for this target, or --head off"
-            )
-    recorded = (head.manifest.get("target") or {}).get("tokenizer_hash")
-    if recorded and recorded != target.tokenizer.hash:
+    model = head.config.model
+    check_fits_target(target, head.manifest, hidden=model.hidden_size, vocab=model.vocab_size)
+    wanted, found = head.config.target_layers, target.config.num_layers
+    if wanted != found:
         raise HeadError(
-            f"the head was trained with another tokenizer than that of {target.name}; "
-            "give a head trained for this target, or --head off"
+            f"the head was made for another target: its number of target layers is {wanted}, {target.name} "
+            f"has {found}; give a head trained for this target, or --head off"
         )

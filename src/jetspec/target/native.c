@@ -76,23 +76,6 @@ void jetspec_pack(const matrix *m, const void *w, void *packed)
         }
 }
 
-/* The reverse, row by row: w [N][K]. */
-void jetspec_unpack(const matrix *m, const void *packed, void *w)
-{
-    int64_t k_count = m->k, panels = panels_of(m);
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t c = 0; c < PANEL; c++) {
-            int64_t n = packed_output(m->n, m->gated, panel, c);
-            if (n < 0) continue;
-            for (int64_t k = 0; k < k_count; k++) {
-                int64_t from = (panel * k_count + k) * PANEL + c;
-                if (m->kind == FLOAT32) ((float *)w)[n * k_count + k] = ((const float *)packed)[from];
-                else ((uint16_t *)w)[n * k_count + k] = ((const uint16_t *)packed)[from];
-            }
-        }
-}
-
 static int64_t thread_id(void)
 {
 #ifdef _OPENMP

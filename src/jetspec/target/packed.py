@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_kinds.restype = ctypes.c_int
     found.jetspec_packed_elements.argtypes = [pointer]
     found.jetspec_packed_elements.restype = integer
-    found.jetspec_pack.argtypes = found.jetspec_unpack.argtypes = [pointer] * 3
+    found.jetspec_pack.argtypes = [pointer] * 3
     found.jetspec_product.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
     found.jetspec_output.argtypes = [pointer, real, pointer, pointer, pointer, integer, pointer, pointer]
     found.jetspec_layers.argtypes = [pointer]
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_attend.restype = ctypes.c_int
     found.jetspec_read.argtypes = [pointer, integer]
     found.jetspec_read.restype = ctypes.c_float
-    for name in ("jetspec_pack", "jetspec_unpack", "jetspec_product", "jetspec_output"):
+    for name in ("jetspec_pack", "jetspec_product", "jetspec_output"):
         getattr(found, name).restype = None
     return found
 
@@ -116,12 +116,6 @@ class PackedMatrix:
             spent = PackedMatrix.clock
             spent[self.name] = spent.get(self.name, 0.0) + time.perf_counter() - start
         return out
-
-    def unpacked(self) -> Tensor:
-        """W [N, K] again, in the kept type."""
-        weight = torch.empty(self.n, self.k, dtype=self.data.dtype, device="cpu")
-        _library().jetspec_unpack(ctypes.byref(self.struct), self.data.data_ptr(), weight.data_ptr())
-        return weight
 
     def _packed_bias(self, bias: Tensor) -> Tensor:
         """[panels * 32], in the order of the packed outputs."""
