@@ -1,8 +1,7 @@
 """What drafting with the target's own noise gains: tau with and without it, and how well it is calibrated.
 
-The target answers prompts once, plainly. Since the text does not depend on the draft, rounds with any
-drafter and budget can be walked along it afterwards, at the price of draft forwards alone: tau is the one
-that decoding gives, and all rows are paired. `--fit` also fits the two weights per depth to the draws.
+Rounds are replayed along plain answers (`replay.py`), so all rows are paired. `--fit` also fits the two
+weights per depth to the draws.
 
     python benchmarks/shared_noise.py --prompts 30 --temperature 1 --fit
 """
@@ -13,61 +12,26 @@ import argparse
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
 import numpy as np
 import torch
+from replay import Answer, Walk, ratio_interval, record, tau
 from rich.table import Table
 from torch import Tensor
 
-from jetspec.decode.engine import Engine
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.path_scorer import MarkovScorer
 from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
 from jetspec.errors import OptionError
 from jetspec.sampling import Sampling, gumbel_noise
-from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
-from jetspec.tree import best_first
-from jetspec.tree.proposal import EmptyProposal, Proposal
-from jetspec.verify import walk
 
 PROMPTS = common.PROJECT.parent / "shared" / "data" / "prompts" / "train.jsonl"
 BUDGETS = (8, 16, 32)
 _RIVALS = 400  # the best tokens with and without noise stand for the whole draft vocabulary in a fit
-
-
-class Answer(NamedTuple):
-    """A plain answer, and the taps [n, taps * H] at all its tokens but the last."""
-
-    tokens: list[int]
-    prompt_len: int
-    sampling: Sampling
-    taps: Tensor
-
-
-class Recorder:
-    """Drafts nothing and keeps the taps."""
-
-    name, needs_hidden = "recorder", False
-
-    def __init__(self, taps: tuple[int, ...]) -> None:
-        self.taps, self.rows = taps, defaultdict[int, list[Tensor]](list)
-
-    def observe(self, key: int, taps: Tensor | None, hidden: Tensor | None) -> None:
-        """Keep copies."""
-        assert taps is not None
-        self.rows[key].append(taps.clone())
-
-    def propose(self, sequences: list[Sequence]) -> list[Proposal]:
-        """Nothing."""
-        return [EmptyProposal() for _ in sequences]
-
-    def free(self, key: int) -> None:
-        """Everything is kept."""
 
 
 def read_prompts(path: Path, count: int, skip: int) -> list[str]:
@@ -85,19 +49,8 @@ def answer(
     target: Target, taps: tuple[int, ...], prompts: list[str], args: argparse.Namespace
 ) -> list[Answer]:
     """Plain answers, each with a seed of its own."""
-    recorder = Recorder(taps)
-    engine = Engine(target, recorder, budget=0, max_batch=32)
-    sequences = [
-        engine.add(
-            common.encode(target, text),
-            sampling(args, args.seed + args.skip + n),
-            Limits(max_tokens=args.tokens),
-        )
-        for n, text in enumerate(prompts)
-    ]
-    for _ in engine.run(sequences):
-        pass
-    return [Answer(s.tokens, s.prompt_len, s.sampling, torch.cat(recorder.rows[s.id])) for s in sequences]
+    samplings = [sampling(args, args.seed + args.skip + n) for n in range(len(prompts))]
+    return record(target, taps, [common.encode(target, text) for text in prompts], samplings, args.tokens)
 
 
 def sampling(args: argparse.Namespace, seed: int) -> Sampling:
@@ -127,51 +80,18 @@ def follow(drafter: BlockDrafter, answers: list[Answer], budget: int) -> list[Ro
     """Walk best-first trees of `budget` nodes along the answers."""
     rows: list[Row] = []
     for key, a in enumerate(answers):
-        limits = Limits(max_tokens=len(a.tokens) - a.prompt_len)
-        s = Sequence(key, a.tokens[: a.prompt_len], a.sampling, limits, lambda ids: "")
-        seen = rounds = accepted = 0
+        text, position = Walk(drafter, key, a), a.first
+        rounds = accepted = 0
         stated = 0.0
-        while s.position < len(a.tokens) - 1:
-            if s.position > seen:
-                drafter.observe(key, a.taps[seen : s.position], None)
-                seen = s.position
-            tree = best_first(s.root, drafter.propose([s])[0], budget)
-            path, _ = walk(tree, _follow(tree.depths, a.tokens, s.position))
+        while position < a.last:
+            tree = text.grow(drafter.propose([text.at(position)])[0], budget)
+            path = text.path(tree)
             rounds, accepted = rounds + 1, accepted + len(path) - 1
             stated += float(np.exp(tree.logps[1:]).sum())
-            s.tokens.extend(a.tokens[s.position + 1 : s.position + len(path) + 1])
-        drafter.free(key)
+            position += len(path)
+        text.close()
         rows.append(Row(len(a.tokens) - a.prompt_len, rounds, stated, accepted))
     return rows
-
-
-def _follow(depths: tuple[int, ...], tokens: list[int], root: int) -> Callable[[int], int]:
-    """The target's pick at a node: the answer's next token. Nothing agrees with the last one, which comes as
-    a bonus, or would be drafted in vain."""
-
-    def pick(node: int) -> int:
-        place = root + depths[node] + 1
-        return tokens[place] if place < len(tokens) - 1 else -1
-
-    return pick
-
-
-def tau(rows: list[Row]) -> float:
-    """Tokens per round, pooled."""
-    return sum(r.tokens for r in rows) / sum(r.rounds for r in rows)
-
-
-def ratio_interval(a: list[Row], b: list[Row], draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval, over answers, of tau(b) / tau(a)."""
-    dice = np.random.default_rng(0)
-    x, y = np.array(a)[:, :2], np.array(b)[:, :2]
-    ratios = []
-    for _ in range(draws):
-        i = dice.integers(0, len(x), len(x))
-        (t, r), (u, q) = x[i].sum(0), y[i].sum(0)
-        ratios.append((u / q) / (t / r))
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(low), float(high)
 
 
 @torch.inference_mode()

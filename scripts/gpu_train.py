@@ -439,14 +439,26 @@ def manifest_of(config: Any) -> dict[str, Any]:
     return {}
 
 
+def tau_of(found: dict[str, Any]) -> dict[str, str]:
+    """tau by tree; chains of all depths in one column, with the depth. Empty if no answer was held out."""
+    tau = (found.get("validation") or {}).get("tau", {})
+    return {
+        "chain" if name.startswith("chain-") else name: (
+            f"{value:.2f} ({name.removeprefix('chain-')})" if name.startswith("chain-") else f"{value:.2f}"
+        )
+        for name, value in tau.items()
+    }
+
+
 def table(heads: dict[str, Any]) -> list[str]:
     """tau by head and budget as a Markdown table."""
     if not heads:
         return ["no head is done yet"]
-    budgets = list(next(iter(heads.values()))["validation"]["tau"])
+    rows = {method: tau_of(found) for method, found in heads.items()}
+    budgets = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [f"| head | steps | seconds | {' | '.join(budgets)} |", "|---|---|---|" + "---|" * len(budgets)]
     for method, found in heads.items():
-        taus = " | ".join(f"{found['validation']['tau'][name]:.2f}" for name in budgets)
+        taus = " | ".join(rows[method].get(name, "-") for name in budgets)
         lines.append(f"| {method} | {found['steps']} | {found['training_seconds']} | {taus} |")
     return lines
 

@@ -127,7 +127,8 @@ class LanguageModel:
         drafter: None decodes plainly.
         budget: drafted nodes per round, root excluded; "auto", which follows the draft, the load and the
             machine; or a policy.
-        grow: "best-first", "beam", "chain", "accum" or "dynamic".
+        grow: "best-first", "beam", "chain", "accum" or "dynamic"; None takes the builder that the drafter's
+            family was published with.
     Raises OptionError if budget or grow is out of range.
     """
 
@@ -137,12 +138,12 @@ class LanguageModel:
         drafter: Drafter | None = None,
         *,
         budget: BudgetOption = AUTO,
-        grow: str = "best-first",
+        grow: str | None = None,
     ) -> None:
         check_growth(budget, grow)
         self.target = target
         self.drafter: Drafter = drafter if drafter is not None else Off()
-        self.budget, self.grow = budget, grow
+        self.budget, self.grow = budget, published_grow(self.drafter) if grow is None else grow
 
     @overload
     def generate(
@@ -245,10 +246,11 @@ def load(
     head: str = "auto",
     *,
     budget: BudgetOption = AUTO,
-    grow: str = "best-first",
+    grow: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     shared_noise: bool = True,
+    confidence_threshold: float = 0.0,
 ) -> LanguageModel:
     """Load a target and its draft head.
 
@@ -257,7 +259,11 @@ def load(
     "decoy") or the folder of a head.
     budget: drafted nodes per round, or "auto", which measures this machine for some seconds at its first use
     and then verifies what pays (docs/budget.md).
+    grow: how trees are grown; None is as the head's family was published: "best-first" for JetSpec, "dynamic"
+    for EAGLE-3, "chain" for the others.
     shared_noise: above temperature 0, draft with the target's own noise in view (docs/sampling.md).
+    confidence_threshold: drafts end where a DSpark head puts the chance of acceptance below it; other heads
+    have none.
     Raises OptionError, ModelError, HeadError, DownloadError or StorageError.
     """
     check_growth(budget, grow)
@@ -265,15 +271,22 @@ def load(
     from jetspec.target.loading import load_target
 
     target = load_target(model, dtype=dtype, device=device)
-    drafter = load_drafter(head, target, shared_noise=shared_noise)
+    drafter = load_drafter(head, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold)
     return LanguageModel(target, drafter, budget=budget, grow=grow)
 
 
-def check_growth(budget: BudgetOption, grow: str) -> None:
-    """Raise OptionError unless budget and builder are valid."""
+def check_growth(budget: BudgetOption, grow: str | None) -> None:
+    """Raise OptionError unless budget and builder are valid; None is the drafter's own builder."""
     check_budget_option(budget)
+    if grow is None:
+        return
     if not isinstance(grow, str) or grow not in GROW:
         raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
+
+
+def published_grow(drafter: Drafter) -> str:
+    """The builder that a drafter's family was published with; best-first for drafters without a family."""
+    return str(getattr(drafter, "default_grow", "best-first"))
 
 
 def _as_list(prompts: Prompt | Many[Prompt]) -> tuple[list[Prompt], bool]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from jetspec.bench import record
 from jetspec.bench.record import Journal, footer, peak_memory, provenance, run_key
+from jetspec.errors import DataError
 
 
 def test_journal_survives_a_killed_writer(tmp_path: Path) -> None:
@@ -18,10 +20,37 @@ def test_journal_survives_a_killed_writer(tmp_path: Path) -> None:
     with journal.path.open("a") as file:
         file.write('{"kind": ')
     journal.append({"kind": "b"})
-    with journal.path.open("a") as file:
-        file.write("[1]\n")
     assert journal.read() == [{"kind": "a"}, {"kind": "b"}]
-    assert [text.split(" is ")[0] for text in told] == ["x.jsonl line 2", "x.jsonl line 4"]
+    assert told == ["x.jsonl line 2 is cut off and left out"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"kind": "run", "key": "k", "run": {}}\n[1]\n',
+            "line 2 is no record of jetspec bench: expected an",
+        ),
+        (
+            '{"step": 1, "loss": 2.0}\n{"step": 2}\n',
+            "line 1 is no record of jetspec bench: expected an object",
+        ),
+        ("# A title\n\nand text\n", "line 1 is no record of jetspec bench: expected an object with a `kind`"),
+        ('{\n  "kind": "run"\n}\n', "line 1 is no record"),
+        ('{"kind": "it', "line 1 is no record of jetspec bench: expected a whole object"),
+        ('\n{"kind": "item", "key": "k"}\n', "line 2 is no record of jetspec bench: expected a `set` in a"),
+    ],
+    ids=["list", "log", "text", "pretty", "cut", "lacking"],
+)
+def test_another_file_is_one_error(tmp_path: Path, text: str, expected: str) -> None:
+    """Guards against a line of complaint for every line of a wrong file, against a KeyError, and against
+    records that are added to somebody's other file: the first wrong line is named, and nothing else said."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(text, "utf-8")
+    told: list[str] = []
+    with pytest.raises(DataError, match=re.escape(f"{path} {expected}")):
+        Journal(path, told.append).read()
+    assert told == []
 
 
 def test_run_key_tells_runs_apart() -> None:

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import io
+
+import pytest
+from rich.console import Console
+
 from jetspec.bench.summary import summarise
 from jetspec.bench.table import Grid, findings, grids, main_grid
 from tests.bench.tiny import item, items, method
@@ -60,3 +65,29 @@ def test_markdown_and_html_are_escaped() -> None:
     assert "y\\|z" not in grid.markdown() or grid.markdown().count("\n") == 2
     assert "&lt;b&gt;" in grid.html() and "<caption>a &lt; b</caption>" in grid.html()
     assert '<td class="miss">0.50×/1.00 ✗</td>' in grid.html()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140, 200, None])
+def test_no_digit_is_lost_on_a_narrow_terminal(width: int | None) -> None:
+    """Guards numbers against rich, which cuts cells where a table is too wide: tables are divided instead,
+    every part names its rows, and every cell of every grid is there whole."""
+    rows = summarise([*items(3, 2.0, "gsm8k"), *items(2, 0.5, "livecodebench"), *items(2, 1.0, "mt_bench")])
+    for grid in grids(rows, SKIPPED):
+        tables = grid.tables(width)
+        out = Console(file=io.StringIO(), width=width or 10_000, force_terminal=False)
+        for table in tables:
+            out.print(table)
+        lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert all(len(line) <= (width or 10_000) for line in lines)
+        shown = [cell.strip() for line in lines for cell in line.split("│")]
+        for row in grid.rows:
+            assert all(cell in shown for cell in row), (row, lines)
+            assert shown.count(row[0]) >= len(tables)
+        assert "…" not in "".join(lines) and (width is not None or len(tables) == 1)
+
+
+def test_wide_titles_wrap_before_a_table_is_divided() -> None:
+    """Guards readability: long column titles alone are no reason for a second table."""
+    grid = Grid("t", ("method", *("some quite long title",) * 6), [("a", *("1.23",) * 6)])
+    assert len(grid.tables(80)) == 1 and len(grid.tables(40)) == 2
+    assert grid.tables(40)[1].columns[0].header == "method"

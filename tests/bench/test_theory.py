@@ -127,9 +127,37 @@ def test_tables_and_picture() -> None:
     found = marks(rows)
     grids = formula_grids((0.8,), (0.05, 0.0005))
     assert [grid.rows[0][4] for grid in grids] == ["3.09", "4.31"]
-    assert mark_grid(found).rows[1][0] == "jetspec-chain 4" and mark_grid(found).rows[0][2] == "–"
+    assert mark_grid(found).rows[1][0] == "jetspec-chain 4" and mark_grid(found).rows[0][3] == "–"
     figure = draw((0.6, 0.8), (0.05, 0.0005), found, rows)
     cheap, cheapest, honest = figure.axes
     assert [t.get_text() for t in cheap.get_legend().get_texts()][2].startswith("jetspec-chain 4: α ")
     assert len(cheapest.get_legend().get_texts()) == 2 and "hollow: measured" in honest.get_title()
     assert len(draw((0.6,), (0.05,)).axes) == 1
+
+
+def test_auto_budgets_stand_at_their_mean() -> None:
+    """Guards rows of the budget auto against dropping out of table and picture: they stand at the mean number
+    of nodes that was chosen, apart from the line of fixed budgets; without any draft there is no alpha."""
+    one = records()
+    own: list[dict[str, object]] = one[0]["methods"]  # type: ignore[assignment]
+    tree, chain = own[1], own[2]
+    own.append({**tree, "budget": "auto", "nodes": 200})
+    own.append({**chain, "budget": "auto", "nodes": 0})
+    found = marks(summarise(one))
+    assert [mark.name for mark in found] == [
+        "jetspec-tree 8",
+        "jetspec-tree auto",
+        "jetspec-chain 4",
+        "jetspec-chain auto",
+    ]
+    auto, never = found[1], found[3]
+    assert auto.length == pytest.approx(5.0) and auto.honest == pytest.approx(found[0].honest)
+    assert never.length == 0 and never.alpha is None and never.cost == 0
+    assert [row[:2] for row in mark_grid(found).rows][1] == ("jetspec-tree auto", "5.0")
+    names = [text.get_text() for text in draw((0.6,), (0.05,), found).axes[-1].get_legend().get_texts()]
+    assert names == [
+        "jetspec-tree",
+        "jetspec-tree auto (mean nodes)",
+        "jetspec-chain",
+        "jetspec-chain auto (mean nodes)",
+    ]

@@ -48,7 +48,10 @@ def test_answers_then_features_from_text(tiny_folder: Path, prompts: Path, tmp_p
     done = answers(tiny_folder, "--prompts", prompts, "--out", tmp_path / "a")
     assert (done.code, done.out) == (0, "")
     assert "3 prompts of 4 records\n  left out: 1 duplicates\nfeatures: about" in done.err
-    assert "3 turns answered, 18 tokens" in done.err and "the prompts ran out before 650000" in done.err
+    assert (
+        "3 turns answered, 18 tokens" in done.err
+        and "all prompts are answered: 18 of the 650000 tokens" in done.err
+    )
     again = jetspec(
         "answers", "--model", tiny_folder, "--from", tmp_path / "a" / "answers.jsonl", "-o", tmp_path / "b"
     )

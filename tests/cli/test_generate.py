@@ -11,10 +11,15 @@ import pytest
 
 from jetspec.api import LanguageModel, load
 from jetspec.cli.screen import printable
+from jetspec.draft.checkpoint import save_head
+from jetspec.draft.eagle3 import eagle3_drafter
+from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.stubs import Off
 from jetspec.target.cache import KVCache
 from jetspec.target.target import Target
 from jetspec.target.tokenizer import Tokenizer
+from tests.draft.sequential_tiny import random_eagle3, random_mtp
+from tests.draft.tiny import random_head
 from tests.helpers import changed_model, jetspec, tiny_folder
 
 __all__ = ["tiny_folder"]  # a fixture
@@ -64,13 +69,45 @@ def test_shared_noise_reaches_the_head(
     """Guards an option that changes no text, so that nobody would see it being lost on the way."""
     given: list[bool] = []
 
-    def load_drafter(head: str, target: Target, *, shared_noise: bool) -> Off:
+    def load_drafter(head: str, target: Target, *, shared_noise: bool, confidence_threshold: float) -> Off:
         given.append(shared_noise)
         return Off()
 
     monkeypatch.setattr("jetspec.draft.loading.load_drafter", load_drafter)
     assert jetspec("Hello", "-n", 2, "-t", 1, "--model", tiny_folder, *option).code == 0
     assert given == [shared]
+
+
+def test_confidence_threshold_reaches_the_head(
+    tiny_folder: Path, plain: LanguageModel, tmp_path: Path
+) -> None:
+    """Guards the option: it cuts a DSpark head's drafts without changing the text, and is an error where
+    there is no confidence head to ask, instead of having no effect."""
+    parts = {"alignment": "shifted", "confidence": True, "layout": "specforge", "taps": (0, 1)}
+    save_head(tmp_path / "head", random_head(plain.target, **parts))  # type: ignore[arg-type]
+    given = ["Hello", "-n", 20, "--model", tiny_folder, "--head", tmp_path / "head", "--budget", 4, "--json"]
+    whole, cut = jetspec(*given).json, jetspec(*given, "--confidence-threshold", 1).json
+    assert whole["text"] == cut["text"] and whole["settings"]["grow"] == "chain"
+    assert whole["stats"]["nodes"] > 0 and cut["stats"]["nodes"] == 0
+    error = jetspec("Hi", "--model", tiny_folder, "--head", "echo", "--confidence-threshold", 0.5).error
+    assert error.startswith("the confidence threshold 0.5 needs a head with a confidence head, which echo")
+    error = jetspec(*given[:-1], "--confidence-threshold", 2).error
+    assert error == "the confidence threshold must be a number from 0 to 1, got 2.0"
+
+
+def test_trees_grow_as_the_head_was_published(
+    tiny_folder: Path, plain: LanguageModel, tmp_path: Path
+) -> None:
+    """Guards the default of --grow: a DFlash head drafted trees where its paper has chains; what is given
+    goes first, and a stub, which has no paper, grows the most probable paths."""
+    save_head(tmp_path / "head", random_head(plain.target, taps=(0, 1), causal=False))
+    given = ["Hello", "-n", 2, "--model", tiny_folder, "--json", "--head"]
+    assert jetspec(*given, tmp_path / "head").json["settings"]["grow"] == "chain"
+    assert jetspec(*given, tmp_path / "head", "--grow", "beam").json["settings"]["grow"] == "beam"
+    assert jetspec(*given, "decoy").json["settings"]["grow"] == "best-first"
+    drafters = [eagle3_drafter(random_eagle3(plain.target, taps=(0, 1)), plain.target)]
+    drafters.append(mtp_drafter(random_mtp(plain.target), plain.target))
+    assert [LanguageModel(plain.target, drafter).grow for drafter in drafters] == ["dynamic", "chain"]
 
 
 def test_options_reach_the_sampler(tiny_folder: Path, plain: LanguageModel) -> None:

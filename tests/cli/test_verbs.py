@@ -3,16 +3,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 import jetspec as package
-from jetspec.cli import options
+from jetspec.cli import checks, options
 from jetspec.cli.app import app, verbs
 from jetspec.cli.demo import PROMPTS
 from jetspec.target.cache import KVCache
 from jetspec.target.default_model import DEFAULT_MODEL
+from jetspec.target.target import Target
 from tests.helpers import jetspec, tiny_folder
 
 __all__ = ["tiny_folder"]  # a fixture
@@ -105,6 +107,27 @@ def test_doctor_passes_a_sound_model(tiny_folder: Path) -> None:
     assert values["comparisons"] == 3 * len(runs)
     assert values["reference"]["agree"] and values["reference"]["same_best"] == values["reference"]["rows"]
     assert values["model"]["layers"] == 3 and values["head"] is None
+
+
+def test_doctor_says_each_check_as_it_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a minute of silence on a pipe: the model's lines are out before the first run, a
+    drafter's line before the next drafter's first."""
+    seen: list[tuple[str, str]] = []
+    run_case = checks.run_case
+
+    def watched(target: Target, case: checks.Case, *rest: Any) -> checks.Run:
+        seen.append((case[0].name, sys.stdout.buffer.getvalue().decode()))  # type: ignore[attr-defined]
+        return run_case(target, case, *rest)
+
+    monkeypatch.setattr(checks, "run_case", watched)
+    done = jetspec("doctor", "--model", tiny_folder, "-n", 4, "--no-reference")
+    assert done.code == 0 and done.out.splitlines()[-1] == "passed"
+    assert str(tiny_folder) in seen[0][1] and "3 layers" in seen[0][1]
+    first_echo = next(out for name, out in seen if name == "echo")
+    assert "random, greedy" in first_echo and "echo" not in first_echo
+    groups = [line.split("  ")[1] for line in done.out.splitlines() if " gaps  lossless" in line]
+    assert groups[:3] == ["random, greedy", "echo, greedy", "decoy, greedy"] and len(groups) == 8
+    assert groups[-2:] == ["decoy, greedy, auto", "decoy, sampled, auto"]
 
 
 def test_doctor_finds_a_broken_cache(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

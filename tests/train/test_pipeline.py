@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import load_target
 from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
 from jetspec.train.loop import LoopOptions
-from jetspec.train.pipeline import _products, resolve_products, train_head
+from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
 from tests.target.tiny import save_tokenizer, tiny_model
@@ -180,6 +181,33 @@ def test_short_answers_give_a_usable_start(tmp_path: Path) -> None:
         entry = corpus.training[0]
         corpus.training[0] = type(entry)(entry.path, entry.start, length, entry.prompt_len, 0.0)
         assert 0.1 < tap_scale(corpus) < 100 and corpus.taps == TAPS
+
+
+def test_a_run_that_goes_on_needs_its_answers(tmp_path: Path) -> None:
+    """Guards resuming: folders in another order would give other batches, fewer or more would end in a
+    message that names none of them."""
+    answers = [tmp_path / name for name in "abc"]
+    for folder, shards in zip(answers, (1, 2, 1), strict=True):
+        folder.mkdir()
+        for n in range(shards):
+            (folder / f"features-{n:05}.safetensors").write_bytes(b"")
+    a, b, c = answers
+    state = {"folders": [str(a), str(b)], "shards": [1, 2]}
+    run = tmp_path / "run"
+    assert folders_of_run(run, {}, [b, a]) == [b, a] and folders_of_run(run, state, [b, a]) == [a, b]
+    (tmp_path / "moved").mkdir()
+    moved = b.rename(tmp_path / "moved" / "b")
+    assert folders_of_run(run, state, [a, moved]) == [a, moved]
+    for given, message in (
+        ([a], f"began with the answers in {b}, which are not given now; add --answers {b}"),
+        ([moved, c], f"began with the answers in {a}, which are not given now"),
+        ([a, moved, c], f"began without the answers in {c}; leave them out"),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)):
+            folders_of_run(run, state, given)
+    (moved / "features-00001.safetensors").unlink()
+    with pytest.raises(DataError, match=re.escape(f"{moved} holds 1 of the 2 shards")):
+        folders_of_run(run, state, [a, moved])
 
 
 def test_mask_token_is_one_that_text_does_not_hold() -> None:

@@ -388,8 +388,15 @@ def test_the_report_fits_a_terminal(target: Target, tmp_path: Path) -> None:
     most = Progress(10**7, 10**9, 10**6, 10**6, 10**6, 10**6, 10**6, True)
     lines = most.report(10**9)
     assert max(map(len, lines)) <= 80
-    assert all(word in "".join(lines) for word in ("long", "refused", "failed", "empty", "early", "ran out"))
-    assert run(target, tmp_path).report(10**6)[-1].startswith("  the prompts ran out before 1000000 tokens")
+    assert all(
+        word in "".join(lines)
+        for word in ("long", "refused", "failed", "empty", "early", "all prompts are answered")
+    )
+    done = run(target, tmp_path)
+    assert done.report(10**6)[-2:] == [
+        f"  all prompts are answered: {done.tokens} of the 1000000 tokens asked for",
+        "  for more tokens give more prompts, or allow longer answers (--max-tokens)",
+    ]
     assert len(Progress(5, 50).report(50)) == 1
 
 

@@ -136,6 +136,16 @@ class Heads:
         own = packaged(self._target.name, family)
         return None if own is None else str(own)
 
+    def missing(self, method: Method) -> str:
+        """Where a method's head was looked for in vain, and how to get one, in one line."""
+        family, target = method.family, self._target.name
+        names = " or ".join(f"{name}/config.json" for name in dict.fromkeys([method.name, str(family)]))
+        searched = "no --heads" if self._folder is None else f"--heads {self._folder} has no {names}"
+        return (
+            f"no head: there is no --head {family}=FOLDER, {searched}, and none is packaged for {target}; "
+            f"train one with: jetspec train --recipe {family} --model {target}"
+        )
+
     def drafter(self, method: Method) -> Drafter:
         """The drafter of a method. Raises HeadError if there is no head, or it cannot be used."""
         place = self.find(method)
@@ -192,11 +202,13 @@ def depth_of(drafter: Drafter) -> int | None:
 
 
 def sort_out(
-    methods: Many[Method], heads: Heads, complain: Callable[[str], None]
+    methods: Many[Method], heads: Heads, complain: Callable[[str], None], named: Many[str] = ()
 ) -> tuple[list[Method], dict[str, str]]:
     """The methods of this engine whose heads can be used, and the reason for each of the others.
 
     `complain` is told of each that is left out, and of a head that is of another family than its method.
+
+    named: methods that the user asked for by name, which are not left out: raises HeadError.
     """
     usable: list[Method] = []
     skipped: dict[str, str] = {}
@@ -205,6 +217,9 @@ def sort_out(
             try:
                 drafter = heads.drafter(method)
             except UserError as error:
+                if method.name in named:
+                    reason = heads.missing(method) if heads.find(method) is None else error
+                    raise HeadError(f"method {method.name} cannot run: {reason}") from None
                 skipped[method.name] = str(error)
                 complain(f"{method.name} is left out: {error}")
                 continue

@@ -89,35 +89,65 @@ def peak_memory() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+# What the readers of a record rely on, by its kind; other kinds are left alone.
+_NEEDED = {
+    "run": ("key", "run"),
+    "item": ("key", "set", "temperature", "seed", "batch", "ids", "methods"),
+    "prompt": ("key", "set", "id", "methods"),
+}
+
+
 class Journal:
     """A file of records, one JSON object a line. One that a killed process left half-written is skipped;
-    `complain` is told of it.
+    `complain` is told of it. Anything else that is no record means that this is another kind of file.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None] = lambda text: None) -> None:
         self.path, self._complain = path, complain
 
     def read(self) -> list[dict[str, Any]]:
-        """All complete records, oldest first; none if the file does not exist. Raises DataError."""
+        """All complete records, oldest first; none if the file does not exist.
+
+        Raises DataError naming the first line that is no record.
+        """
         if not self.path.exists():
             return []
         try:
             lines = self.path.read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the records in {self.path} cannot be read ({error})") from None
-        records = []
+        records, cut = [], []
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
-            except ValueError:
-                if line.strip():
-                    self._complain(f"{self.path.name} line {number} is not readable and left out")
+            except (ValueError, RecursionError):
+                if not line.startswith('{"'):  # as every record begins, a half-written one as well
+                    raise self._wrong(number, "an object with a `kind`") from None
+                cut.append(number)
                 continue
-            if isinstance(record, dict) and "kind" in record:
-                records.append(record)
-            else:
-                self._complain(f"{self.path.name} line {number} is no record and left out")
+            records.append(self._checked(record, number))
+        if cut and not records:
+            raise self._wrong(cut[0], "a whole object with a `kind`")
+        if cut:
+            more = f" and {len(cut) - 1} more are" if len(cut) > 1 else " is"
+            self._complain(f"{self.path.name} line {cut[0]}{more} cut off and left out")
         return records
+
+    def _checked(self, record: Any, number: int) -> dict[str, Any]:
+        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+            raise self._wrong(number, "an object with a `kind`")
+        lacking = [key for key in _NEEDED.get(record["kind"], ()) if key not in record]
+        if lacking:
+            raise self._wrong(number, f"a `{lacking[0]}` in a record of the kind {record['kind']!r}")
+        return record
+
+    def _wrong(self, number: int, expected: str) -> DataError:
+        return DataError(
+            f"{self.path} line {number} is no record of jetspec bench: expected {expected}; give a file that "
+            "jetspec bench --out wrote"
+        )
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one record at once, behind a half-written one if need be. Raises StorageError."""

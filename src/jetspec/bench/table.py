@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jetspec.bench.clock import PHASES
 from jetspec.bench.methods import OUTSIDE_PLAIN, PLAIN
@@ -24,11 +24,12 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: the first column is text, the others are numbers."""
+    """A table: the first `names` columns are text that says what a row is, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
     rows: Many[tuple[str, ...]]
+    names: int = 1
 
     def markdown(self) -> str:
         """GitHub's table."""
@@ -53,16 +54,46 @@ class Grid:
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
         )
 
-    def rich(self) -> Table:
-        """For the terminal."""
+    def tables(self, width: int | None = None) -> list[Table]:
+        """For a terminal of `width` columns: one table if it fits (None always fits), else several, each with
+        the columns that name the rows. Titles wrap before a table is divided, cells never do.
+        """
+        whole = [max(self._cells(n, self.columns[n])) for n in range(len(self.columns))]
+        if width is None or _table_width(whole) <= width:
+            return [self._rich(range(len(self.columns)), whole, self.title)]
+        narrow = [max(self._cells(n, *self.columns[n].split())) for n in range(len(self.columns))]
+        parts: list[list[int]] = [list(range(self.names))]
+        for n in range(self.names, len(self.columns)):
+            room = _table_width([narrow[m] for m in (*parts[-1], n)]) <= width
+            if not room and len(parts[-1]) > self.names:
+                parts.append(list(range(self.names)))
+            parts[-1].append(n)
+        numbers = [f" ({n} of {len(parts)})" if len(parts) > 1 else "" for n in range(1, len(parts) + 1)]
+        return [
+            self._rich(part, narrow, self.title + number) for part, number in zip(parts, numbers, strict=True)
+        ]
+
+    def _cells(self, column: int, *title: str) -> list[int]:
+        """Widths of a column's cells and of the pieces of its title."""
+        from rich.cells import cell_len
+
+        return [cell_len(text) for text in (*title, *(row[column] for row in self.rows))]
+
+    def _rich(self, columns: Many[int], widths: Many[int], title: str) -> Table:
         from rich.table import Table
 
-        table = Table(title=self.title, title_justify="left")
-        for number, name in enumerate(self.columns):
-            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+        table = Table(title=title, title_justify="left")
+        for n in columns:
+            side: Literal["left", "right"] = "left" if n < self.names else "right"
+            table.add_column(self.columns[n], justify=side, width=widths[n])
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(row[n] for n in columns))
         return table
+
+
+def _table_width(widths: Many[int]) -> int:
+    """Columns of the terminal that a table takes: cells, a space on both sides of each, and the rules."""
+    return sum(widths) + 3 * len(widths) + 1
 
 
 def grids(rows: Many[Row], skipped: dict[str, str], depths: bool = True) -> list[Grid]:

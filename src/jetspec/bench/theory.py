@@ -69,7 +69,9 @@ def fitted_alpha(tau: float, length: float) -> float:
 class Mark:
     """Where a measured method stands.
 
-    length     drafted nodes per round: N; below the budget where an answer ends or a chain is cut
+    budget     drafted nodes allowed per round, or "auto"
+    length     drafted nodes per round: N; below the budget where an answer ends or a chain is cut, and the
+               mean of what "auto" chose
     alpha      that explains tau, where the method drafts a chain; None for trees, which it does not describe
     cost       c: plain steps per drafted token; building counts, as some heads draft while the tree grows
     formula    what the formula predicts for that alpha and c; None for trees
@@ -78,7 +80,7 @@ class Mark:
     """
 
     method: str
-    budget: int
+    budget: int | str
     length: float
     tau: float
     alpha: float | None
@@ -108,7 +110,7 @@ def marks(rows: Many[Row], temperature: float | None = None, batch: int = 1) -> 
         temperature = min((row.temperature for row in own), default=0.0)
     own = totals([row for row in own if row.temperature == temperature])
     plain = next((row for row in own if row.method == PLAIN and row.round_ms), None)
-    drafting = [row for row in own if row.fixed and row.round_ms]
+    drafting = [row for row in own if row.budget and row.round_ms]
     if plain is None or not drafting:
         raise DataError(
             f"the records hold no drafting method beside plain decoding at T = {temperature:g}, batch {batch}"
@@ -121,11 +123,11 @@ def _mark(row: Row, plain: Row) -> Mark:
     length = row.nodes_per_token * row.tau.value
     terms = {phase: value / step for phase, value in row.round_ms_median.items()}
     chain = row.method in METHODS and METHODS[row.method].is_chain
-    alpha = fitted_alpha(row.tau.value, length) if chain else None
+    alpha = fitted_alpha(row.tau.value, length) if chain and length else None
     cost = (terms["draft"] + terms["build"]) / length if length else 0.0
     return Mark(
         method=row.method,
-        budget=row.fixed,
+        budget=row.budget,
         length=length,
         tau=row.tau.value,
         alpha=alpha,
@@ -210,6 +212,7 @@ def mark_grid(found: Many[Mark]) -> Grid:
     rows = [
         (
             mark.name,
+            f"{mark.length:.1f}",
             f"{mark.tau:.2f}",
             optional(mark.alpha, 3),
             f"{mark.cost:.4f}",
@@ -222,6 +225,7 @@ def mark_grid(found: Many[Mark]) -> Grid:
     ]
     columns = (
         "method",
+        "nodes",
         "τ",
         "alpha",
         "c",
@@ -262,6 +266,11 @@ def draw(alphas: Many[float], costs: Many[float], found: Many[Mark] = (), rows: 
     return figure
 
 
+def _place(mark: Mark) -> float:
+    """Where a mark stands over the budget."""
+    return float(mark.budget) if isinstance(mark.budget, int) else mark.length
+
+
 def _distance(a: float, b: float) -> float:
     return abs(math.log(max(a, 1e-9) / max(b, 1e-9)))
 
@@ -270,16 +279,20 @@ def _honest_panel(axes: Any, found: Many[Mark], rows: Many[Row]) -> None:
     from jetspec.bench.plot import style_of
 
     for method in dict.fromkeys(mark.method for mark in found):
-        own = sorted((mark for mark in found if mark.method == method), key=lambda mark: mark.budget)
+        own = sorted((mark for mark in found if mark.method == method), key=_place)
+        fixed = [mark for mark in own if isinstance(mark.budget, int)]
         style = style_of(method)
-        axes.plot([m.budget for m in own], [m.honest for m in own], ls="-", label=method, **style)
+        axes.plot([_place(m) for m in fixed], [m.honest for m in fixed], ls="-", label=method, **style)
+        for mark in own:
+            if not isinstance(mark.budget, int):  # apart from the line, at the mean of what it chose
+                axes.plot(_place(mark), mark.honest, ls="", label=f"{mark.name} (mean nodes)", **style)
         axes.plot(
-            [m.budget for m in own], [m.measured for m in own], ls="", mfc="none", ms=9, mec=style["color"],
+            [_place(m) for m in own], [m.measured for m in own], ls="", mfc="none", ms=9, mec=style["color"],
             marker=style["marker"],
         )  # fmt: skip
-        longest = own[-1]
+        longest = (fixed or own)[-1]
         row = next((r for r in totals(rows) if (r.method, r.budget) == (method, longest.budget)), None)
-        if longest.alpha is not None and row is not None:
+        if longest.alpha is not None and row is not None and row.survival:
             curve = chain_curve(row, rows)
             axes.plot(*zip(*curve, strict=True), ls=":", color=style["color"])
     axes.axhline(1.0, color="black", lw=0.8)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from jetspec.cli import options
+from jetspec.cli import answer_options, options
 from jetspec.cli.loading import use_threads
 from jetspec.cli.progress import TokenBar, confirm_size, say
 from jetspec.errors import OptionError
@@ -19,136 +17,35 @@ if TYPE_CHECKING:
     from jetspec.train.prompts import PromptSet
     from jetspec.train.responses import AnswerOptions
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--prompts",
-        metavar="SOURCE",
-        help="Prompts: a file of JSON lines, a JSON array, or text with one prompt per line; or a data set of"
-        " the hub, hf:org/name[/config][:split]. May be repeated.",
-    ),
-]
-Tokens = Annotated[int, typer.Option("--tokens", help="Answer tokens to make.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
-MaxPrompt = Annotated[
-    int,
-    typer.Option("--max-prompt", help="Longest prompt, in tokens, with the conversation before it."),
-]
-Batch = Annotated[int, typer.Option("--batch", help="Prompts answered at once.")]
-Part = Annotated[
-    str,
-    typer.Option(
-        "--part",
-        metavar="I/N",
-        help="Answer every N-th prompt from the I-th on (from 0), so that N processes can share a file.",
-    ),
-]
-SkipBroken = Annotated[
-    bool, typer.Option("--skip-broken", help="Leave out lines that cannot be read instead of stopping.")
-]
-Exclude = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--exclude",
-        metavar="FILE",
-        help="Evaluation prompts that must not be trained on: prompts that equal or contain one are left out"
-        " and counted. May be repeated.",
-    ),
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop if there are prompts that --exclude would leave out.")
-]
-Limit = Annotated[
-    int | None, typer.Option("--limit", metavar="N", help="Most records to read from each source.")
-]
-Temperatures = Annotated[
-    str,
-    typer.Option(
-        "--temperatures",
-        metavar="T:SHARE,…",
-        help="Temperatures of the answers and the shares of prompts that get them; one alone is for all.",
-    ),
-]
-RawPrompts = Annotated[
-    bool, typer.Option("--raw", help="Continue the prompts as they are, without chat template (base models).")
-]
-Thinking = Annotated[
-    bool | None,
-    typer.Option(
-        "--thinking/--no-thinking", help="Let the answers begin with reasoning, if the template can."
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the prompts' order and of sampled answers.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before writing many gigabytes.")]
-Out = Annotated[
-    Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder that answers are written to.")
-]
-TextOnly = Annotated[
-    bool, typer.Option("--text-only", help="Write the answers' text and no features; see --from.")
-]
-From = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--from",
-        metavar="FILE",
-        help="Answer nothing: compute the features of answers that exist as JSON lines. May be repeated.",
-    ),
-]
-Taps = Annotated[
-    str | None,
-    typer.Option(
-        "--taps", metavar="N,N,…", help="Target layers to record, counted from 0; by default five of them."
-    ),
-]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--endpoint",
-        metavar="URL",
-        help="Let an OpenAI-compatible endpoint answer, which serves the target; text only.",
-    ),
-]
-EndpointModel = Annotated[
-    str | None, typer.Option("--endpoint-model", metavar="NAME", help="The target's name at the endpoint.")
-]
-ApiKeyEnv = Annotated[
-    str | None,
-    typer.Option("--api-key-env", metavar="VAR", help="Environment variable with the endpoint's key."),
-]
-Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests to the endpoint at once.")]
-Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer of the endpoint.")
-]
-
 MIX = "0:0.6,0.7:0.15,1:0.25"
 
 
 def answers(
-    prompts: Prompts = None,
-    out: Out = Path("data/answers"),
+    prompts: answer_options.Prompts = None,
+    out: answer_options.Out = Path("data/answers"),
     model: options.Model = options.DEFAULT_MODEL,
-    tokens: Tokens = 650_000,
-    max_tokens: MaxTokens = 192,
-    max_prompt: MaxPrompt = 512,
-    temperatures: Temperatures = MIX,
-    batch: Batch = 64,
-    part: Part = "0/1",
-    exclude: Exclude = None,
-    strict: Strict = False,
-    limit: Limit = None,
-    skip_broken: SkipBroken = False,
-    raw: RawPrompts = False,
-    thinking: Thinking = None,
-    text_only: TextOnly = False,
-    from_answers: From = None,
-    taps: Taps = None,
-    endpoint: Url = None,
-    endpoint_model: EndpointModel = None,
-    api_key_env: ApiKeyEnv = None,
-    concurrency: Concurrency = 16,
-    timeout: Timeout = 300.0,
-    yes: Yes = False,
-    seed: Seed = 0,
+    tokens: answer_options.Tokens = 650_000,
+    max_tokens: answer_options.MaxTokens = 192,
+    max_prompt: answer_options.MaxPrompt = 512,
+    temperatures: answer_options.Temperatures = MIX,
+    batch: answer_options.Batch = 64,
+    part: answer_options.Part = "0/1",
+    exclude: answer_options.Exclude = None,
+    strict: answer_options.Strict = False,
+    limit: answer_options.Limit = None,
+    skip_broken: answer_options.SkipBroken = False,
+    raw: answer_options.RawPrompts = False,
+    thinking: answer_options.Thinking = None,
+    text_only: answer_options.TextOnly = False,
+    from_answers: answer_options.From = None,
+    taps: answer_options.Taps = None,
+    endpoint: answer_options.Url = None,
+    endpoint_model: answer_options.EndpointModel = None,
+    api_key_env: answer_options.ApiKeyEnv = None,
+    concurrency: answer_options.Concurrency = 16,
+    timeout: answer_options.Timeout = 300.0,
+    yes: answer_options.Yes = False,
+    seed: answer_options.Seed = 0,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -186,7 +83,7 @@ def answers(
 
 def make_answers(
     target: Target,
-    prompts: Many[str] | None,
+    prompts: Many[str],
     folder: Path,
     tokens: int,
     max_tokens: int,
@@ -196,34 +93,17 @@ def make_answers(
     seed: int,
     *,
     exclude: Many[Path] = (),
-    strict: bool = False,
-    limit: int | None = None,
     raw: bool = False,
-    thinking: bool | None = None,
-    write_own: bool = False,
     taps: str | None = None,
     yes: bool = False,
 ) -> None:
-    """Answer prompts into `folder` with features, as part of `jetspec train`.
-
-    write_own: without prompts the target writes some itself, into `folder/prompts.jsonl`.
-    """
+    """Answer prompts into `folder` with features, as part of `jetspec train`."""
     from jetspec.train.responses import AnswerOptions
 
     settings = AnswerOptions(
-        max_tokens=max_tokens,
-        tokens=tokens,
-        batch=batch,
-        seed=seed,
-        part=_part(part),
-        raw=raw,
-        thinking=thinking,
+        max_tokens=max_tokens, tokens=tokens, batch=batch, seed=seed, part=_part(part), raw=raw
     )
-    if not prompts and write_own:
-        from jetspec.cli.prompts import own_prompts
-
-        prompts = [str(own_prompts(target, folder / "prompts.jsonl", settings))]
-    chosen = choose_prompts(prompts, seed, skip_broken, exclude, strict, limit)
+    chosen = choose_prompts(prompts, seed, skip_broken, exclude, strict=False, limit=None)
     answer_here(target, chosen, folder, settings, taps=taps, yes=yes)
 
 

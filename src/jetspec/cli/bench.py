@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,9 +24,6 @@ from jetspec.cli.loading import use_threads
 from jetspec.cli.profile import profile
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     short_help="Measure methods side by side: speedup, tau and losslessness.",
@@ -80,7 +77,8 @@ def bench(
     from jetspec.bench.methods import choose_methods
     from jetspec.bench.run import Settings
 
-    chosen = choose_methods(names_of(methods, "--methods"))
+    named = names_of(methods, "--methods")
+    chosen = choose_methods(named)
     settings = Settings(
         budgets=budgets_of(budgets),
         temperatures=numbers_of(temperatures, "--temperatures", float),
@@ -106,8 +104,8 @@ def bench(
     if list_methods:
         list_them(screen, target, places, assistant, json)
         return
-    usable, skipped = sort_out(chosen, places, lambda text: screen.note(f"jetspec: {text}", style=""))
-    made = prepare(screen, target, usable, skipped, places, settings, out, model, assistant)
+    usable, skipped = sort_out(chosen, places, lambda text: screen.note(f"jetspec: {text}", style=""), named)
+    made = prepare(screen, target, usable, skipped, places, settings, out, model, assistant, named)
     measure(screen, made, questions, target, settings, fresh, json)
 
 

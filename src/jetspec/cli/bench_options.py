@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 Methods = Annotated[
-    str, typer.Option("--methods", metavar="NAMES", help="Methods, separated by commas; see --list.")
+    str,
+    typer.Option(
+        "--methods",
+        metavar="NAMES",
+        help="Methods, separated by commas; see --list. A named one must have its head, all leaves out those"
+        " without.",
+    ),
 ]
 Sets = Annotated[
     str | None,

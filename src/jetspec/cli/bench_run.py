@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
 
@@ -110,10 +112,13 @@ def prepare(
     out: Path,
     model: str,
     assistant: str | None,
+    named: Many[str] = (),
 ) -> Bench:
     """Load the outside baselines, leaving out those that cannot run, and put everything together.
 
     Methods that no case asks for stay: what is run later with the same arguments belongs to the same run.
+
+    named: methods that were asked for by name. Raises OptionError if one of them cannot run.
     """
     from jetspec.bench.baselines import Library
     from jetspec.bench.record import Journal
@@ -121,6 +126,9 @@ def prepare(
     from jetspec.errors import UserError
 
     if settings.outside_prompts == 0:
+        unwanted = [method.name for method in usable if method.outside and method.name in named]
+        if unwanted:
+            raise OptionError(f"--outside-prompts 0 leaves out {unwanted[0]}, which --methods names")
         usable = [method for method in usable if not method.outside]
     library = Library(target, model, assistant) if any(m.outside for m in usable) else None
     for method in list(usable):
@@ -132,6 +140,8 @@ def prepare(
                 library.model()
                 library.options(method.name)
             except UserError as error:
+                if method.name in named:
+                    raise OptionError(f"method {method.name} cannot run: {error}") from None
                 usable.remove(method)
                 skipped[method.name] = str(error)
                 screen.note(f"jetspec: {method.name} is left out: {error}", style="")
@@ -154,7 +164,8 @@ def measure(
     from jetspec.bench.summary import summarise
 
     items = plan(questions, target, settings, lambda text: screen.note(f"jetspec: {text}", style=""))
-    done = set() if fresh else made.done()
+    recorded = made.done()  # read in any case, so that nothing is added to a file of another kind
+    done = set() if fresh else recorded
     missing = [item for item in items if item.place not in done]
     if len(missing) < len(items):
         screen.note(
@@ -175,26 +186,9 @@ def measure(
 
 def _watch(screen: Screen, made: Bench, missing: list[Item]) -> None:
     """Run under a progress bar with the time that is left; without a terminal, a line now and then."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     on_terminal = screen.err.is_terminal and not screen.quiet
     start = last = time.monotonic()
-    with Progress(*columns, console=screen.err, disable=not on_terminal, transient=True) as bar:
+    with new_bar(screen.err, elapsed=True, hidden=screen.quiet, transient=True) as bar:
         task = bar.add_task("measuring", total=len(missing))
         for number, item in enumerate(made.run(missing), start=1):
             bar.update(task, advance=1, description=f"{item.set}, T = {item.temperature:g}")
@@ -226,10 +220,8 @@ def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:
             }
         )
         return
-    if not screen.out.is_terminal:
-        screen.out.width = 200  # tables are not to be cut where there is no terminal
     for grid in grids(rows, skipped, depths=False):
-        screen.show(grid.rich())
+        screen.grid(grid)
     for line in [LEGEND, *lines, volume(run), footer(run.facts), f"run {run.key}, {run.facts['date']}"]:
         screen.line(line)
 

@@ -10,6 +10,7 @@ import typer
 
 from jetspec.cli import options
 from jetspec.cli.loading import open_model
+from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import HeadError, OptionError
 
@@ -44,7 +45,7 @@ def calibrate(
     tokens: Tokens = 6000,
     nodes: Nodes = 32,
     plot: Plot = None,
-    grow: options.Grow = options.DEFAULT_GROW,
+    grow: options.Grow = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -72,8 +73,8 @@ def calibrate(
     if not isinstance(folder, Path):
         raise HeadError(f"{head} is not the folder of a head, and only those can be calibrated")
     start = time.monotonic()
-    outcome = _run(screen, loaded, prompts, tokens, nodes, grow)
-    facts = _facts(outcome, loaded, prompts, tokens, nodes, grow)
+    outcome = _run(screen, loaded, prompts, tokens, nodes)
+    facts = _facts(outcome, loaded, prompts, tokens, nodes)
     path = save_calibration(folder, outcome.calibration, facts)
     picture = _draw(screen, outcome, loaded, plot if plot is not None else folder / "calibration.png")
     if json:
@@ -93,15 +94,13 @@ def calibrate(
 
 
 def _run(
-    screen: Screen, loaded: LanguageModel, sources: list[str] | None, tokens: int, nodes: int, grow: str
+    screen: Screen, loaded: LanguageModel, sources: list[str] | None, tokens: int, nodes: int
 ) -> Outcome:
-    from rich.progress import Progress
-
     from jetspec.decode import calibration
 
     per_prompt = calibration.MAX_TOKENS // 2  # many answers end early
     ids = _prompt_ids(loaded, sources, max(16, tokens // per_prompt))
-    with Progress(console=screen.err, transient=True, disable=screen.quiet) as bar:
+    with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
         task = bar.add_task("decoding", total=tokens)
         return calibration.calibrate(
             loaded.target,
@@ -109,7 +108,7 @@ def _run(
             ids,
             tokens=tokens,
             nodes=nodes,
-            grow=grow,
+            grow=loaded.grow,
             watch=lambda emitted: bar.update(task, completed=emitted),
         )
 
@@ -140,15 +139,15 @@ def _facts(
     sources: list[str] | None,
     tokens: int,
     nodes: int,
-    grow: str,
 ) -> dict[str, Any]:
     """What the file says beside the maps."""
     from jetspec import __version__
+    from jetspec.api import published_grow
     from jetspec.budget.choose import shares_noise
 
     names = [Path(source).name for source in sources or ()]
     given = "".join(f" --prompts {name}" for name in names)
-    builder = "" if grow == options.DEFAULT_GROW else f" --grow {grow}"
+    builder = "" if loaded.grow == published_grow(loaded.drafter) else f" --grow {loaded.grow}"
     return {
         "target": loaded.target.name,
         "shared_noise": shares_noise(loaded.drafter),

@@ -28,7 +28,7 @@ def demo(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
     budget: options.AutoBudget = options.AUTO_BUDGET,
-    grow: options.Grow = options.DEFAULT_GROW,
+    grow: options.Grow = None,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",

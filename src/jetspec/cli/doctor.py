@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from jetspec.cli import options
 from jetspec.cli.loading import open_model
+from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 
 if TYPE_CHECKING:
     from jetspec.api import LanguageModel
     from jetspec.cli.checks import Run
+    from jetspec.draft.base import Drafter
     from jetspec.sequence import Limits
 
 _STUBS = ("random", "echo", "decoy")
@@ -32,7 +36,7 @@ def doctor(
 ) -> None:
     """Check that a model decodes losslessly here.
 
-    Exit code 0 if it is, 1 if not.
+    Every check prints its line as soon as it ends. Exit code 0 if the model passes, 1 if not.
     """
     from jetspec.cli import report
     from jetspec.sequence import Limits
@@ -42,7 +46,8 @@ def doctor(
     loaded = open_model(
         screen, model, head, budget=16, grow="best-first", dtype=dtype, device=device, threads=threads
     )
-    findings = examine(screen, loaded, limits, reference)
+    tell = _silent if json else screen.line
+    findings = examine(screen, loaded, limits, reference, tell)
     if json:
         screen.json(
             {
@@ -52,20 +57,31 @@ def doctor(
             }
         )
     else:
-        _print(screen, loaded, findings)
+        passed = findings["passed"]
+        screen.line("passed" if passed else "FAILED", "green" if passed else "red")
     if not findings["passed"]:
         raise typer.Exit(1)
 
 
-def examine(screen: Screen, loaded: LanguageModel, limits: Limits, reference: bool) -> dict[str, Any]:
-    """Run every check; the values are ready for JSON."""
-    from rich.progress import track
+def _silent(line: str) -> None:
+    """For --json, which prints at the end."""
 
-    from jetspec.cli import checks, report
+
+def examine(
+    screen: Screen,
+    loaded: LanguageModel,
+    limits: Limits,
+    reference: bool,
+    tell: Callable[[str], None] = _silent,
+) -> dict[str, Any]:
+    """Run every check; the values are ready for JSON. `tell` is given the line of each check as it ends."""
+    from jetspec.cli import checks
     from jetspec.draft.loading import load_drafter
     from jetspec.target.loading import read_model
 
     target = loaded.target
+    for line in _model_lines(target.name, checks.model_facts(target)):
+        tell(line)
     prompts = checks.prompt_ids(target)
     screen.progress("decoding plainly")
     plain = checks.plain_outputs(target, prompts, limits)
@@ -73,31 +89,58 @@ def examine(screen: Screen, loaded: LanguageModel, limits: Limits, reference: bo
     has_head = loaded.drafter.name not in ("off", *_STUBS)
     if has_head:
         drafters.append(loaded.drafter)
-    hidden = screen.quiet or not screen.err.is_terminal
-    runs = [
-        checks.run_case(target, case, prompts, plain, limits)
-        for case in track(
-            checks.cases(drafters), "decoding with drafts", console=screen.err, transient=True, disable=hidden
-        )
-    ]
+    runs = _decode(screen, loaded, drafters, prompts, plain, limits, tell)
     logits = None
     if reference:
         screen.progress("comparing logits with transformers")
         ids = [*prompts[0], *plain["greedy"][0]][: target.config.max_positions]
         logits = checks.reference_logits(target, read_model(target.name).tokenizer_dir, ids)
+        tell(_logits_line(logits))
     facts = checks.head_facts(target, loaded.drafter, prompts, limits) if has_head else None
-    lossless = all(run.lossless for run in runs)
+    if facts is not None:
+        tell(_head_line(facts))
+    lossless = all(run["lossless"] for run in runs)
     head_fits = facts is None or facts["taps_exist"]
     return {
         "model": checks.model_facts(target),
         "lossless": lossless,
         "passed": lossless and head_fits and (logits is None or logits["agree"]),
         "comparisons": len(runs) * len(prompts),
-        "ties": sum(run.ties for run in runs),
-        "runs": [_run_values(run, report.divergence_values) for run in runs],
+        "ties": sum(first["tie"] for run in runs for first in run["divergences"]),
+        "runs": runs,
         "reference": logits,
         "head": facts,
     }
+
+
+def _decode(
+    screen: Screen,
+    loaded: LanguageModel,
+    drafters: list[Drafter],
+    prompts: list[list[int]],
+    plain: dict[str, list[list[int]]],
+    limits: Limits,
+    tell: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """All runs with drafts under a progress bar; a line for each drafter and sampling, and the verdict."""
+    from jetspec.cli import checks, report
+
+    cases = checks.cases(drafters)
+    runs: list[dict[str, Any]] = []
+    with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
+        task = bar.add_task("decoding with drafts", total=len(cases))
+        for _, group in groupby(cases, lambda case: (case[0].name, case[3], isinstance(case[2], str))):
+            done: list[dict[str, Any]] = []
+            for case in group:
+                run = checks.run_case(loaded.target, case, prompts, plain, limits)
+                done.append(_run_values(run, report.divergence_values))
+                bar.advance(task)
+            tell(_group_line(done))
+            runs += done
+    tell("  a run: one builder and budget, three prompts at once; gaps: accepted paths that skip rows")
+    for line in _lossless_lines(runs, len(prompts)):
+        tell(line)
+    return runs
 
 
 def _run_values(run: Run, values: Any) -> dict[str, Any]:
@@ -115,44 +158,32 @@ def _run_values(run: Run, values: Any) -> dict[str, Any]:
     }
 
 
-def _print(screen: Screen, loaded: LanguageModel, findings: dict[str, Any]) -> None:
-    from rich.table import Table
-
+def _model_lines(name: str, facts: dict[str, Any]) -> list[str]:
+    """What is examined: the target, the arithmetic, and the versions of what computes."""
     from jetspec.cli import report
 
-    facts = findings["model"]
-    screen.line(loaded.target.name, "bold")
-    screen.line(
+    return [
+        name,
         f"  {facts['family']}, {facts['layers']} layers, hidden size {facts['hidden_size']},"
         f" {facts['heads']} heads ({facts['kv_heads']} for keys), vocabulary {facts['vocabulary']},"
-        f" context {facts['context']}, {'with' if facts['chat_template'] else 'without'} chat template"
-    )
-    screen.line(
+        f" context {facts['context']}, {'with' if facts['chat_template'] else 'without'} chat template",
         f"  {facts['dtype']} on {facts['device']}, {facts['threads']} of {facts['cpus']} threads,"
-        f" {facts['kernel']}"
+        f" {facts['kernel']}",
+        "  " + ", ".join(f"{name} {version}" for name, version in report.versions().items()),
+    ]
+
+
+def _group_line(runs: list[dict[str, Any]]) -> str:
+    """Runs of one drafter and sampling."""
+    first = runs[0]
+    what = f"{first['drafter']}, {first['sampling']}" + (", auto" if first["budget"] == "auto" else "")
+    tokens, gaps = (sum(run[key] for run in runs) for key in ("tokens", "gaps"))
+    verdict = "lossless" if all(run["lossless"] for run in runs) else "NOT lossless"
+    counted = f"{len(runs)} run{'s' if len(runs) > 1 else ' '}"
+    return (
+        f"  {what:<22}  {counted:>7}  {tokens:>5} tokens  τ {_span([run['tau'] for run in runs]):<9}"
+        f"  {gaps:>3} gaps  {verdict}"
     )
-    screen.line("  " + ", ".join(f"{name} {version}" for name, version in report.versions().items()))
-    table = Table()
-    for title in ("drafter", "sampling", "runs", "tokens", "τ", "gaps", "lossless"):
-        table.add_column(title)
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in findings["runs"]:
-        groups.setdefault((run["drafter"], run["sampling"]), []).append(run)
-    for (drafter, sampling), runs in groups.items():
-        table.add_row(
-            drafter,
-            sampling,
-            str(len(runs)),
-            str(sum(run["tokens"] for run in runs)),
-            _span([run["tau"] for run in runs]),
-            str(sum(run["gaps"] for run in runs)),
-            "yes" if all(run["lossless"] for run in runs) else "NO",
-        )
-    screen.show(table)
-    screen.line("a run: one builder and budget, three prompts at once; gaps: accepted paths that skip rows")
-    for line in _verdict_lines(findings):
-        screen.line(line)
-    screen.line("passed" if findings["passed"] else "FAILED", "green" if findings["passed"] else "red")
 
 
 def _span(values: list[float]) -> str:
@@ -160,16 +191,16 @@ def _span(values: list[float]) -> str:
     return f"{low:.2f}" if high - low < 0.005 else f"{low:.2f}–{high:.2f}"
 
 
-def _verdict_lines(findings: dict[str, Any]) -> list[str]:
-    """What was found, one line per check."""
-    count, ties = findings["comparisons"], findings["ties"]
-    lines: list[str] = []
-    different = [(run, first) for run in findings["runs"] for first in run["divergences"]]
-    if findings["lossless"]:
+def _lossless_lines(runs: list[dict[str, Any]], prompts: int) -> list[str]:
+    """The verdict over all runs, and where the first difference is, if there is one."""
+    count = len(runs) * prompts
+    different = [(run, first) for run in runs for first in run["divergences"]]
+    ties = sum(first["tie"] for _, first in different)
+    if all(run["lossless"] for run in runs):
         rest = f", {ties} of them up to a numeric tie" if ties else ""
-        lines.append(f"lossless: {count} outputs equal those of plain decoding{rest}")
+        lines = [f"lossless: {count} outputs equal those of plain decoding{rest}"]
     else:
-        lines.append(f"NOT lossless: {len(different) - ties} of {count} outputs differ from plain decoding's")
+        lines = [f"NOT lossless: {len(different) - ties} of {count} outputs differ from plain decoding's"]
     worst = [pair for pair in different if not pair[1]["tie"]] or different
     if worst:
         run, first = worst[0]
@@ -178,18 +209,20 @@ def _verdict_lines(findings: dict[str, Any]) -> list[str]:
             f"  first difference: {run['drafter']}, {run['grow']}, budget {run['budget']}, {run['sampling']},"
             f" prompt {first['prompt'] + 1}, token {first['place'] + 1}; top-two gap {gap}"
         )
-    logits = findings["reference"]
-    if logits is not None:
-        verdict = "agree with" if logits["agree"] else "DIFFER from"
-        lines.append(
-            f"logits {verdict} those of transformers: largest difference {logits['max_difference']:.2g}"
-            f" (bound {logits['bound']:.2g}), same best token in {logits['same_best']} of {logits['rows']}"
-        )
-    head = findings["head"]
-    if head is not None:
-        exists = "" if head["taps_exist"] else ", which do NOT all exist"
-        lines.append(
-            f"head {head['name']}: taps {head['taps']}{exists}, {head['tap_width']} features per token;"
-            f" first token right in {head['first_slot']:.0%} of rounds, τ {head['tau']:.2f} with 16 nodes"
-        )
     return lines
+
+
+def _logits_line(logits: dict[str, Any]) -> str:
+    verdict = "agree with" if logits["agree"] else "DIFFER from"
+    return (
+        f"logits {verdict} those of transformers: largest difference {logits['max_difference']:.2g}"
+        f" (bound {logits['bound']:.2g}), same best token in {logits['same_best']} of {logits['rows']}"
+    )
+
+
+def _head_line(head: dict[str, Any]) -> str:
+    exists = "" if head["taps_exist"] else ", which do NOT all exist"
+    return (
+        f"head {head['name']}: taps {head['taps']}{exists}, {head['tap_width']} features per token;"
+        f" first token right in {head['first_slot']:.0%} of rounds, τ {head['tau']:.2f} with 16 nodes"
+    )

@@ -20,7 +20,7 @@ def generate(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
     budget: options.AutoBudget = options.AUTO_BUDGET,
-    grow: options.Grow = options.DEFAULT_GROW,
+    grow: options.Grow = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -30,6 +30,7 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = 0,
     shared_noise: options.SharedNoise = True,
+    confidence_threshold: options.ConfidenceThreshold = 0.0,
     max_tokens: options.MaxTokens = 256,
     stop: options.Stop = None,
     raw: options.Raw = False,
@@ -79,6 +80,7 @@ def generate(
         device=device,
         threads=threads,
         shared_noise=shared_noise,
+        confidence_threshold=confidence_threshold,
     )
     if json:
         values = (

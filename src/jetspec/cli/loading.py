@@ -21,11 +21,12 @@ def open_model(
     head: str,
     *,
     budget: BudgetOption,
-    grow: str,
+    grow: str | None,
     dtype: str,
     device: str,
     threads: int | None,
     shared_noise: bool = True,
+    confidence_threshold: float = 0.0,
 ) -> LanguageModel:
     """Load target and head as `jetspec.load` does, saying so, and saying if there is no head."""
     import jetspec
@@ -33,7 +34,14 @@ def open_model(
     use_threads(threads)
     screen.progress(f"loading {model}")
     loaded = jetspec.load(
-        model, head, budget=budget, grow=grow, dtype=dtype, device=device, shared_noise=shared_noise
+        model,
+        head,
+        budget=budget,
+        grow=grow,
+        dtype=dtype,
+        device=device,
+        shared_noise=shared_noise,
+        confidence_threshold=confidence_threshold,
     )
     if head == "auto" and loaded.drafter.name == "off":
         screen.note_later(f"jetspec: no draft head is packaged for {model}: decoding plainly (see --head)")

@@ -14,7 +14,6 @@ import typer
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_BUDGET = 8  # of benchmarks, which need a number
 AUTO_BUDGET = "auto"
-DEFAULT_GROW = "best-first"
 
 Prompt = Annotated[
     str | None,
@@ -58,9 +57,21 @@ AutoBudget = Annotated[
     ),
 ]
 Grow = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--grow", metavar="NAME", help="How trees are grown: best-first, beam, chain, accum or dynamic."
+        "--grow",
+        metavar="NAME",
+        help="How trees are grown: best-first, beam, chain, accum or dynamic; by default as the head's family"
+        " was published (JetSpec: best-first, EAGLE-3: dynamic, others: chain).",
+    ),
+]
+ConfidenceThreshold = Annotated[
+    float,
+    typer.Option(
+        "--confidence-threshold",
+        metavar="P",
+        help="Drafts end where the head puts the chance of acceptance below P; for heads with a confidence"
+        " head (DSpark). Changes speed, not text.",
     ),
 ]
 Dtype = Annotated[

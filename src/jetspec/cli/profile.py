@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from jetspec.errors import OptionError
 
 if TYPE_CHECKING:
     from jetspec.bench.profile import Operator, Profile
+    from jetspec.bench.table import Grid
 
 
 def profile(
@@ -23,7 +24,7 @@ def profile(
     prompt_file: bench_options.PromptFile = None,
     tokens: bench_options.Tokens = 128,
     budget: options.Budget = options.DEFAULT_BUDGET,
-    grow: options.Grow = "best-first",
+    grow: options.Grow = None,
     threads: options.Threads = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -36,6 +37,7 @@ def profile(
     """
     if tokens < 16:
         raise OptionError(f"--tokens must be at least 16 for a profile, got {tokens}")
+    from jetspec.api import published_grow
     from jetspec.bench import prompts as questions
     from jetspec.bench.profile import as_record, measure_ceilings
     from jetspec.bench.profile import profile as measure
@@ -49,6 +51,7 @@ def profile(
     screen.progress(f"loading {model}")
     target = load_target(model)
     drafter = load_drafter(head, target)
+    grow = published_grow(drafter) if grow is None else grow
     found = [q for path in prompt_file or () for q in questions.read_file(Path(path), prompts)]
     chosen = found or questions.builtin(prompts)
     ids = [questions.encode(target, question) for question in chosen]
@@ -63,34 +66,28 @@ def profile(
         screen.json({"run": provenance(asked), **as_record(ceilings, profiles)})
         return
     for one in profiles:
-        screen.show(_table(one))
+        screen.grid(_grid(one))
     screen.line(
         f"ceilings: {ceilings.read / 1e9:.1f} GB/s read, {ceilings.product / 1e9:.0f} GFLOP/s in a product;"
         " ceiling = the longer of an operator's two floors / its time"
     )
 
 
-def _table(profile: Profile) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _grid(profile: Profile) -> Grid:
+    from jetspec.bench.table import Grid
 
     title = (
         f"{profile.method}, budget {profile.budget}: {1e3 * profile.seconds:.2f} ms a round,"
         f" tau {profile.tau:.2f}, {profile.context:.0f} tokens of context,"
         f" {100 * profile.host:.0f} % outside compiled code"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("phase", no_wrap=True)
-    table.add_column("operator", no_wrap=True)
-    for name in ("ms", "share", "MB", "MFLOP", "GB/s", "GFLOP/s", "ceiling"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
+    columns = ("phase", "operator", "ms", "share", "MB", "MFLOP", "GB/s", "GFLOP/s", "ceiling")
+    rows, last = [], ""
     for operator in profile.operators:
-        table.add_row(
-            operator.phase if operator.phase != last else "", operator.name, *_cells(operator, profile)
-        )
+        phase = operator.phase if operator.phase != last else ""
+        rows.append((phase, operator.name, *_cells(operator, profile)))
         last = operator.phase
-    return table
+    return Grid(title, columns, rows, names=2)
 
 
 def _cells(operator: Operator, profile: Profile) -> list[str]:

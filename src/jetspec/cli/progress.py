@@ -1,5 +1,5 @@
-"""What long stages of training data show: a bar on a terminal, lines at the end, and a question before
-gigabytes are written. All on standard error.
+"""What long work shows: a bar on a terminal, lines at the end, and a question before gigabytes are written.
+All on standard error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from jetspec.cli.screen import printable
 from jetspec.errors import StorageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from jetspec.target.config import ModelConfig
 
 ASK_ABOVE = 4_000_000_000  # bytes of features that are written without asking
@@ -23,6 +26,46 @@ def say(*lines: str) -> None:
     """Lines on standard error, as they are."""
     for line in lines:
         print(printable(line), file=sys.stderr, flush=True)
+
+
+def new_bar(
+    console: Console | None = None,
+    *texts: str,
+    elapsed: bool = False,
+    hidden: bool = False,
+    transient: bool = False,
+) -> Progress:
+    """The progress bar of every verb: what is done, the bar, how much of it, and the time that is left. There
+    is none where the console is no terminal.
+
+    Args:
+        console: standard error if it is left out.
+        texts: rich's templates of what stands behind the count, such as "{task.fields[loss]}".
+        elapsed: show the time since the start, too.
+        transient: take the bar away at the end.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True) if console is None else console
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TextColumn(text) for text in texts]
+    columns += [TimeElapsedColumn(), TextColumn("left")] if elapsed else []
+    return Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=hidden or not console.is_terminal,
+        transient=transient,
+    )
 
 
 class Count(Protocol):
@@ -36,19 +79,7 @@ class TokenBar:
     """A progress bar of answer tokens; without a total it counts only."""
 
     def __init__(self, label: str, total: int | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn(label),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens, {task.fields[answered]} answers"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self._bar = new_bar(None, "tokens, {task.fields[answered]} answers")
         self._total = total
         self._task = self._bar.add_task(label, total=total, answered=0)
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetspec.cli import options
-from jetspec.cli.answers import Exclude
+from jetspec.cli import answer_options, options
 from jetspec.cli.loading import use_threads
-from jetspec.cli.progress import say
+from jetspec.cli.progress import new_bar, say
 from jetspec.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def prompts(
     out: Out = Path("data/prompts.jsonl"),
     model: options.Model = options.DEFAULT_MODEL,
     seed_topics: Topics = None,
-    exclude: Exclude = None,
+    exclude: answer_options.Exclude = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 1.0,
     top_p: options.TopP = 0.9,
@@ -71,13 +70,9 @@ def own_prompts(target: Target, path: Path, answers: AnswerOptions) -> Path:
 
 
 def _write(target: Target, path: Path, wanted: SelfOptions, exclusion: Exclusion | None = None) -> SelfCounts:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from jetspec.train.self_instruct import write_prompts
 
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    with new_bar() as bar:
         task = bar.add_task("prompts", total=wanted.count)
         return write_prompts(
             target, path, wanted, exclusion, lambda counts: bar.update(task, completed=counts.kept)

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.style import Style
+
+if TYPE_CHECKING:
+    from jetspec.bench.table import Grid
+
+_NO_END = 100_000  # columns
 
 STYLES = {"accepted": "green", "bonus": "yellow", "plain": ""}
 _SYMBOLS = {
@@ -54,6 +59,8 @@ class Screen:
             )
             for stderr in (False, True)
         )
+        if not self.out.is_terminal:
+            self.out.width = _NO_END  # nothing is cut or wrapped where there is no terminal
         self.quiet = quiet
         self._mid_line = False
         self._later = ""
@@ -78,7 +85,13 @@ class Screen:
 
     def show(self, what: RenderableType) -> None:
         """A table."""
-        self.out.print(what)
+        self._catch_up()
+        self.out.print(what, crop=False)
+
+    def grid(self, grid: Grid) -> None:
+        """A table of numbers, none of which is cut: on a terminal that is too narrow it is divided."""
+        for table in grid.tables(self.out.width if self.out.is_terminal else None):
+            self.show(table)
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line beside the result, on standard error; not with --quiet."""

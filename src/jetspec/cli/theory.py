@@ -89,14 +89,13 @@ def theory(
             }
         )
         return
-    if not screen.out.is_terminal:
-        screen.out.width = 160
     for grid in grids:
-        screen.show(grid.rich())
+        screen.grid(grid)
     if found:
         screen.line(
-            "alpha and the formula are for chains only. honest: τ / (draft + build + verify + commit),"
-            " medians in plain steps; measured: on the clock, with the engine's work between the phases."
+            "alpha and the formula are for chains only; nodes: drafted per round, on average."
+            " honest: τ / (draft + build + verify + commit), medians in plain steps;"
+            " measured: on the clock, with the engine's work between the phases."
         )
     for path in out or []:
         screen.line(str(path))

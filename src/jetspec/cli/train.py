@@ -5,158 +5,69 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from jetspec.cli import options
-from jetspec.cli.answers import Exclude, Prompts, RawPrompts, SkipBroken, Yes, make_answers
+from jetspec.cli import answer_options, options, train_options
+from jetspec.cli.answers import make_answers
 from jetspec.cli.loading import use_threads
 
 if TYPE_CHECKING:
     from jetspec.target.target import Target
     from jetspec.train.distributed import Processes
+    from jetspec.train.from_head import SourceHead
     from jetspec.train.recipe import Settings
-
-Recipe = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        metavar="NAME|FILE",
-        help="A method (jetspec, dflash, dspark, eagle3, mtp), a packaged recipe such as dflash-qwen3-8b,"
-        " or a TOML file.",
-    ),
-]
-Sets = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change any key of the recipe, for example loss.temperature=2 or head.taps=[1,8,14].",
-    ),
-]
-Answers = Annotated[
-    list[Path],
-    typer.Option(
-        "--answers",
-        metavar="FOLDER",
-        help="Folder of answers with features; may be given several times when training.",
-    ),
-]
-Seed = Annotated[
-    int, typer.Option("--seed", help="Seed of prompts' order, sampled answers, weights and batches.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        metavar="FOLDER",
-        help="Folder of the run: checkpoint, log, curves, and the head in FOLDER/head; by default"
-        " runs/RECIPE-MODEL.",
-    ),
-]
-
-
-def _change(name: str, text: str) -> Any:
-    """An option that replaces a value of the recipe."""
-    return typer.Option(name, help=text, show_default=False)
-
-
-Tokens = Annotated[int | None, _change("--tokens", "Answer tokens to make.")]
-MaxTokens = Annotated[int | None, _change("--max-tokens", "Longest answer, in tokens.")]
-Batch = Annotated[int | None, _change("--batch", "Prompts answered at once.")]
-Minutes = Annotated[
-    float | None,
-    _change("--minutes", "Training time; the schedule's length is derived from the measured speed."),
-]
-Steps = Annotated[int | None, _change("--steps", "Length of the schedule in steps.")]
-Rate = Annotated[float | None, _change("--rate", "Peak learning rate.")]
-Optimizer = Annotated[str | None, _change("--optimizer", "adamw or muon.")]
-Weighting = Annotated[
-    str | None, _change("--weighting", "Of the depths: uniform, exponential or expected-length.")
-]
-Decay = Annotated[
-    float | None, _change("--decay", "Exponential depth weights exp(-(k-1)/decay); 0 is uniform.")
-]
-PerBatch = Annotated[int | None, _change("--answers-per-batch", "Answers in a batch.")]
-Anchors = Annotated[int | None, _change("--anchors", "Blocks per answer in a batch.")]
-Products = Annotated[
-    str | None,
-    _change("--products", "Matrix products in auto, float32 or bfloat16 (with float32 sums)."),
-]
-Fsdp = Annotated[
-    bool,
-    typer.Option(
-        "--fsdp",
-        help="Shard weights, gradients and moments over the processes (started by torchrun), for heads that"
-        " are too large to be copied.",
-    ),
-]
-Layers = Annotated[int | None, _change("--layers", "Draft layers.")]
-Block = Annotated[int | None, _change("--block", "Slots per block, root included.")]
-Vocab = Annotated[
-    int | None,
-    _change("--vocab", "Size of the draft vocabulary (the most frequent ids of the answers); 0 = all."),
-]
-Scorer = Annotated[str | None, _change("--scorer", "Path scorer: none, vanilla, gated or rnn.")]
-Rank = Annotated[int | None, _change("--rank", "Rank of the path scorer; 0 = none.")]
-Plain = Annotated[bool, _change("--plain", "The published form: no direct input, no slot embedding.")]
-Bidirectional = Annotated[
-    bool,
-    _change("--bidirectional", "Slots see all of their block (DFlash), not only what comes before."),
-]
-Cold = Annotated[bool, _change("--cold", "Random first weights, not the target's last layers.")]
 
 
 def train(
-    out: Out = None,
-    recipe: Recipe = "jetspec",
+    out: train_options.Out = None,
+    recipe: train_options.Recipe = None,
+    from_head: train_options.FromHead = None,
     model: options.Model = options.DEFAULT_MODEL,
-    prompts: Prompts = None,
-    answers: Answers = [],  # noqa: B006 (typer reads it)
-    exclude: Exclude = None,
-    skip_broken: SkipBroken = False,
-    raw: RawPrompts = False,
-    yes: Yes = False,
-    sets: Sets = [],  # noqa: B006
-    seed: Seed = 0,
+    prompts: answer_options.Prompts = None,
+    answers: train_options.Answers = [],  # noqa: B006 (typer reads it)
+    exclude: answer_options.Exclude = None,
+    skip_broken: answer_options.SkipBroken = False,
+    raw: answer_options.RawPrompts = False,
+    yes: answer_options.Yes = False,
+    sets: train_options.Sets = [],  # noqa: B006
+    seed: train_options.Seed = 0,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    fsdp: Fsdp = False,
-    tokens: Tokens = None,
-    max_tokens: MaxTokens = None,
-    batch: Batch = None,
-    minutes: Minutes = None,
-    steps: Steps = None,
-    rate: Rate = None,
-    optimizer: Optimizer = None,
-    weighting: Weighting = None,
-    decay: Decay = None,
-    answers_per_batch: PerBatch = None,
-    anchors: Anchors = None,
-    products: Products = None,
-    layers: Layers = None,
-    block: Block = None,
-    vocab: Vocab = None,
-    scorer: Scorer = None,
-    rank: Rank = None,
-    plain: Plain = False,
-    bidirectional: Bidirectional = False,
-    cold: Cold = False,
+    fsdp: train_options.Fsdp = False,
+    tokens: train_options.Tokens = None,
+    max_tokens: train_options.MaxTokens = None,
+    batch: train_options.Batch = None,
+    minutes: train_options.Minutes = None,
+    steps: train_options.Steps = None,
+    rate: train_options.Rate = None,
+    optimizer: train_options.Optimizer = None,
+    weighting: train_options.Weighting = None,
+    decay: train_options.Decay = None,
+    answers_per_batch: train_options.PerBatch = None,
+    anchors: train_options.Anchors = None,
+    products: train_options.Products = None,
+    layers: train_options.Layers = None,
+    block: train_options.Block = None,
+    vocab: train_options.Vocab = None,
+    scorer: train_options.Scorer = None,
+    rank: train_options.Rank = None,
+    plain: train_options.Plain = False,
+    bidirectional: train_options.Bidirectional = False,
+    cold: train_options.Cold = False,
 ) -> None:
     """Train a draft head: prompts are answered by the target first, unless --answers names folders that
     hold enough. Without prompts and answers the target writes its own prompts.
 
+    With --from-head an existing head is trained further, for example the packaged one on your own prompts.
     Several processes train one head when torchrun or accelerate starts the command. Everything behind --fsdp
-    changes what the recipe says. An interrupted run goes on where it stopped when
-    the same command is given again.
+    changes what the recipe says. An interrupted run goes on where it stopped when the same command is given
+    again.
     """
     from jetspec.target.loading import load_target
     from jetspec.train.distributed import join_processes
+    from jetspec.train.from_head import read_source
     from jetspec.train.pipeline import resolve_products
-    from jetspec.train.recipe import find_recipe
 
     with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
         head = {"layers": layers, "block_size": block, "vocab": vocab, **_scorer(scorer, rank)}
@@ -173,16 +84,39 @@ def train(
             },
             "answers": {"tokens": tokens, "max_tokens": max_tokens, "batch": batch},
         }
-        settings = _changed(find_recipe(recipe, model), tables, sets)
+        begin = None if from_head is None else read_source(from_head, model)
+        settings = _changed(_recipe(recipe, model, begin), tables, sets)
+        if begin is not None:
+            begin.check_options(settings)
         settings = _timed(settings, minutes, steps, seed)
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
-        name = Path(recipe).stem if recipe.endswith(".toml") else recipe
-        folder = out if out is not None else Path("runs") / f"{name}-{Path(model).name.lower()}"
+        folder = out if out is not None else _run_folder(recipe, model, begin)
         source = _Source(prompts, answers, exclude or [], skip_broken, raw, yes)
         use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
-        _run(settings, target, folder, source, processes)
+        _run(settings, target, folder, source, processes, begin)
+
+
+def _recipe(recipe: str | None, model: str, begin: SourceHead | None) -> Settings:
+    """The recipe; with a head to begin from, one of its method and with its shape, and with what a file of
+    the user's says about the shape, which is checked with the options.
+    """
+    from jetspec.train.recipe import change, find_recipe, stated_head
+
+    if begin is None:
+        return find_recipe(recipe or "jetspec", model)
+    settings = begin.adopt(find_recipe(recipe or begin.method, model))
+    return settings if recipe is None else change(settings, {"head": stated_head(recipe)}, recipe)
+
+
+def _run_folder(recipe: str | None, model: str, begin: SourceHead | None) -> Path:
+    """Where a run is kept unless --out says so."""
+    end = Path(model).name.lower()
+    if begin is not None:
+        return Path("runs") / f"{begin.method}-{end}-tuned"
+    name = recipe or "jetspec"
+    return Path("runs") / f"{Path(name).stem if name.endswith('.toml') else name}-{end}"
 
 
 def _scorer(scorer: str | None, rank: int | None) -> dict[str, Any]:
@@ -305,21 +239,38 @@ def _parts_of(folder: Path) -> int | None:
     return next((int(count) for count in counts if count.isdecimal()), None)
 
 
-def _run(settings: Settings, target: Target, out: Path, source: _Source, processes: Processes) -> None:
+def _run(
+    settings: Settings,
+    target: Target,
+    out: Path,
+    source: _Source,
+    processes: Processes,
+    begin: SourceHead | None,
+) -> None:
     from jetspec.cli.watch import Watch, stop_between_steps
     from jetspec.train.families import find_family
     from jetspec.train.loop import Paused
     from jetspec.train.pipeline import train_head
 
     family = find_family(settings.method)
-    family.check(target, settings.head)
+    if begin is None:
+        family.check(target, settings.head)
+    else:
+        begin.check(target, out)
     taps = family.taps(target, settings.head) or None
     folders = source.folders(settings, target, out, taps, processes)
     with stop_between_steps() as asked, Watch() if processes.first else nullcontext() as watch:
         on_report = watch or (lambda report: None)
         try:
             folder = train_head(
-                target, folders, out, settings, on_report=on_report, processes=processes, pause=asked
+                target,
+                folders,
+                out,
+                settings,
+                source=begin,
+                on_report=on_report,
+                processes=processes,
+                pause=asked,
             )
         except Paused as paused:
             if watch is not None:

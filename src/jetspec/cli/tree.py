@@ -35,7 +35,7 @@ def tree(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = "auto",
     budget: options.AutoBudget = options.AUTO_BUDGET,
-    grow: options.Grow = options.DEFAULT_GROW,
+    grow: options.Grow = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     raw: options.Raw = False,

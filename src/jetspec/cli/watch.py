@@ -9,14 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+from jetspec.cli.progress import new_bar
 
 if TYPE_CHECKING:
     from jetspec.train.loop import Report
@@ -29,16 +23,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True)
         self._task = self._bar.add_task("training", total=None, loss="")
         self._smooth: list[float] = []
         self._begun = False
@@ -64,7 +49,8 @@ class Watch:
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
-            self.say(f"step {report.step}, {report.seconds / 60:.1f} min: tau {taus}")
+            found = f"tau {taus}" if taus else "no tau, as no greedy answer is held out; more answers help"
+            self.say(f"step {report.step}, {report.seconds / 60:.1f} min: {found}")
 
     def say(self, text: str) -> None:
         """A line beside the bar."""

@@ -88,14 +88,16 @@ def eagle3_drafter(head: Eagle3Head, target: Target, *, depth: int | None = None
 
     Raises HeadError if the head was made for a target of another shape or tokenizer.
     """
+    check_fits(head, target)
     config = head.config
-    check_fits_target(
-        target,
-        head.manifest,
-        hidden=config.target_hidden,
-        vocab=config.model.vocab_size,
-    )
     taps = config.resolve_taps(target.config.num_layers)
     network = Eagle3Network(head, target.transformer)
     weights = NoiseWeights.of(head.manifest)
     return SequentialDrafter("eagle3", network, depth=depth or config.depth, taps=taps, weights=weights)
+
+
+def check_fits(head: Eagle3Head, target: Target) -> None:
+    """Refuse a head made for another target, naming what differs. Raises HeadError."""
+    config = head.config
+    check_fits_target(target, head.manifest, hidden=config.target_hidden, vocab=config.model.vocab_size)
+    config.resolve_taps(target.config.num_layers)

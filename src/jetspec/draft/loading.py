@@ -16,7 +16,7 @@ from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import load_mtp
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
-from jetspec.errors import HeadError
+from jetspec.errors import HeadError, OptionError
 from jetspec.target.storage import user_path
 from jetspec.target.target import Target
 
@@ -24,21 +24,42 @@ NAMES = ("auto", "off", "random", "echo", "decoy")
 _STUB_DEPTH = 6
 
 
-def load_drafter(head: str | Path, target: Target, *, shared_noise: bool = True) -> Drafter:
+def load_drafter(
+    head: str | Path, target: Target, *, shared_noise: bool = True, confidence_threshold: float = 0.0
+) -> Drafter:
     """The drafter that `head` names.
 
     head: "auto" (the head packaged for this target, or none if there is none), "off", a stub ("random",
     "echo", "decoy"), or the folder of a head.
     shared_noise: of a head, see `jetspec.draft.shared_noise`.
+    confidence_threshold: of a head with a confidence head, see `BlockDrafter`.
 
-    Raises HeadError if the name is unknown, or the head cannot be read or belongs to another target.
+    Raises HeadError if the name is unknown, the head cannot be read or belongs to another target, or there is
+    a threshold and no confidence head; OptionError if the threshold is not in 0..1.
     """
-    name = str(head)
+    if not 0 <= confidence_threshold <= 1:
+        raise OptionError(
+            f"the confidence threshold must be a number from 0 to 1, got {confidence_threshold!r}"
+        )
+    drafter = _named_drafter(str(head), target, shared_noise, confidence_threshold)
+    if confidence_threshold and not (isinstance(drafter, BlockDrafter) and drafter.head.config.confidence):
+        raise HeadError(
+            f"the confidence threshold {confidence_threshold:g} needs a head with a confidence head, which "
+            f"{head} has not (DSpark heads have one); leave it out"
+        )
+    return drafter
+
+
+def _named_drafter(name: str, target: Target, shared_noise: bool, confidence_threshold: float) -> Drafter:
     if name == "off":
         return Off()
     if name == "auto":
         folder = packaged_head(target.name)
-        return Off() if folder is None else folder_drafter(folder, target, shared_noise=shared_noise)
+        if folder is None:
+            return Off()
+        return folder_drafter(
+            folder, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold
+        )
     if name == "random":
         return Random(seed=0, vocab=target.config.vocab_size, depth=_STUB_DEPTH, width=3)
     if name == "echo":
@@ -48,7 +69,9 @@ def load_drafter(head: str | Path, target: Target, *, shared_noise: bool = True)
     folder = user_path(name)
     if not folder.exists():
         raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
-    return folder_drafter(folder, target, shared_noise=shared_noise)
+    return folder_drafter(
+        folder, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold
+    )
 
 
 def folder_drafter(

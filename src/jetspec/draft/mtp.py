@@ -65,6 +65,18 @@ def mtp_drafter(head: MTPHead, target: Target, *, depth: int | None = None) -> S
 
     Raises HeadError if the head was made for a target of another shape, family or tokenizer.
     """
+    check_fits(head, target)
+    model = head.config.model
+    vocab = head.vocab if head.vocab is not None else torch.arange(model.vocab_size)
+    network = MTPNetwork(head, target.transformer, vocab)
+    weights = NoiseWeights.of(head.manifest)
+    return SequentialDrafter(
+        "mtp", network, depth=depth or head.config.depth, needs_hidden=True, weights=weights
+    )
+
+
+def check_fits(head: MTPHead, target: Target) -> None:
+    """Refuse a head made for another target, naming what differs. Raises HeadError."""
     model = head.config.model
     if model.family != target.config.family:
         raise HeadError(
@@ -72,9 +84,3 @@ def mtp_drafter(head: MTPHead, target: Target, *, depth: int | None = None) -> S
             f"{target.config.family}; give a head trained for this target, or --head off"
         )
     check_fits_target(target, head.manifest, hidden=model.hidden_size, vocab=model.vocab_size)
-    vocab = head.vocab if head.vocab is not None else torch.arange(model.vocab_size)
-    network = MTPNetwork(head, target.transformer, vocab)
-    weights = NoiseWeights.of(head.manifest)
-    return SequentialDrafter(
-        "mtp", network, depth=depth or head.config.depth, needs_hidden=True, weights=weights
-    )

@@ -99,6 +99,7 @@ class SequentialDrafter:
     ) -> None:
         model = network.model
         self.name, self.network, self.depth = name, network, depth
+        self.default_grow = "dynamic" if name == "eagle3" else "chain"  # as the families were published
         self.taps, self.needs_hidden, self.candidates = taps, needs_hidden, candidates
         self.noise = SharedNoise(network.vocab, depth, weights)
         self.modules = model.num_layers

@@ -26,10 +26,13 @@ class BlockMethod:
 
     Args:
         vocab: ids [Vd] that the head may draft, ascending; the loss is over them.
+        reveal: share of the anchors whose first slots show what was written, see `BlockOptions`.
     """
 
-    def __init__(self, module: HeadModule, target: Target, vocab: Tensor, loss: LossOptions) -> None:
-        self.module, self.target, self.loss = module, target, loss
+    def __init__(
+        self, module: HeadModule, target: Target, vocab: Tensor, loss: LossOptions, reveal: float = 0.0
+    ) -> None:
+        self.module, self.target, self.loss, self.reveal = module, target, loss, reveal
         self.name = module.config.method
         self.vocab = vocab.cpu()
         self._ids = vocab.to(target.device)
@@ -46,6 +49,7 @@ class BlockMethod:
             "mask_token_id": config.mask_token_id,
             "loss": self.loss.describe(),
             "vocab": hashlib.sha256(self.vocab.numpy().tobytes()).hexdigest(),
+            **({"reveal": self.reveal} if self.reveal else {}),  # runs from before it existed go on
         }
 
     def accumulate(self, parts: Many[Batch], total: float) -> StepSums:
@@ -88,7 +92,14 @@ class BlockMethod:
         present = (batch.weight > 0).to(batch.weight.dtype)
         overlap = fused_overlap(pairs, batch.teacher, self.output, rows, present.flatten())
         overlap = overlap.view_as(present)
-        return expected_length_weights(overlap, present, self.loss.smoothing).flatten()
+        if batch.revealed is None:
+            return expected_length_weights(overlap, present, self.loss.smoothing).flatten()
+        # What is revealed counts as accepted, so the first supervised depth takes the place of the first.
+        depth = present.shape[-1]
+        order = (torch.arange(depth, device=present.device) + batch.revealed.unsqueeze(-1)) % depth
+        turned = overlap.gather(-1, order), present.gather(-1, order)
+        weight = expected_length_weights(turned[0], turned[1], self.loss.smoothing)
+        return torch.zeros_like(weight).scatter_(-1, order, weight).flatten()
 
     def _labels(self, batch: Batch) -> Tensor:
         """Place of every written token in the draft vocabulary, -1 if it is not there: [n * A * D]."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from jetspec.draft.checkpoint import Head
 from jetspec.draft.config import ALIGNMENTS, SCORERS, HeadConfig
-from jetspec.errors import DataError, OptionError
+from jetspec.draft.jetspec import check_fits as check_head_fits
+from jetspec.errors import DataError, HeadError, OptionError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
 from jetspec.train.block import BlockMethod
 from jetspec.train.data import Corpus
 from jetspec.train.families import Family
+from jetspec.train.from_head import copy_weights
 from jetspec.train.model import HeadModule, initialise
 from jetspec.train.weighting import LossOptions
 
@@ -29,6 +35,9 @@ class BlockOptions:
     confidence           whether there is a confidence head
     mask_token           id whose embedding fills the open slots; none given: one that text cannot hold
     warm                 start from the target's last layers
+    reveal               share of the roots behind which the first slots (1 to all but one of them, at random)
+                         hold the tokens that were really written and are not supervised: for a second pass
+                         over drafted tokens. Causal heads in place only
     """
 
     layers: int = 2
@@ -43,6 +52,7 @@ class BlockOptions:
     confidence: bool = False
     mask_token: int | None = None
     warm: bool = True
+    reveal: float = 0.0
 
     def __post_init__(self) -> None:
         lows = {"layers": 1, "block_size": 1 if self.alignment == "shifted" else 2, "vocab": 0, "rank": 0}
@@ -55,6 +65,14 @@ class BlockOptions:
         if (self.rank > 0) != (self.scorer != "none"):
             raise OptionError(
                 f"scorer {self.scorer!r} does not go with rank {self.rank}; give rank 0 with 'none' only"
+            )
+        if not 0 <= self.reveal <= 1:
+            raise OptionError(f"reveal must be a number from 0 to 1, got {self.reveal}")
+        if self.reveal and not (self.causal and self.alignment == "in_place" and self.block_size > 2):
+            raise OptionError(
+                f"reveal {self.reveal:g} needs a causal head with alignment 'in_place' and a block_size of "
+                f"at least 3; got causal {str(self.causal).lower()}, alignment {self.alignment!r}, "
+                f"block_size {self.block_size}; leave reveal at 0 for other heads"
             )
 
 
@@ -123,7 +141,72 @@ def build(target: Target, corpus: Corpus, options: BlockOptions, loss: LossOptio
     weights = read_model(target.name).weights if options.warm else None
     initialise(module, weights, seed=seed, tap_scale=tap_scale(corpus))
     vocab = corpus.frequent_ids(draft_size(target, options.vocab), target.config.vocab_size)
-    return BlockMethod(module, target, vocab, loss)
+    return BlockMethod(module, target, vocab, loss, options.reveal)
+
+
+def adopt(head: Head, options: BlockOptions) -> BlockOptions:
+    """The options with the shape of a head."""
+    config = head.config
+    return replace(
+        options,
+        layers=config.model.num_layers,
+        block_size=config.block_size,
+        taps=config.taps,
+        vocab=0 if head.vocab is None else len(head.vocab),
+        scorer=config.scorer,
+        rank=config.rank,
+        plain=not (config.direct or config.slot_embedding),
+        causal=config.causal,
+        alignment=config.alignment,
+        confidence=config.confidence,
+        mask_token=config.mask_token_id,
+        warm=True,
+    )
+
+
+def check_head(head: Head, target: Target) -> None:
+    """Refuse a head of another target, and one that training cannot compute. Raises HeadError."""
+    check_head_fits(head, target)
+    if any(window is not None for window in head.config.model.windows):
+        raise HeadError(
+            "the head's layers have sliding windows, which training does not compute; give a head without"
+        )
+    ends = {
+        "embed_tokens.weight": target.transformer.embedding,
+        "lm_head.weight": target.transformer.output_matrix,
+    }
+    for name in head.config.copied_shapes():
+        if not _like(head.weights[name], ends[name]):
+            raise HeadError(
+                f"{name} of the head is no copy of the target's; such a head can draft but not be trained "
+                "further, because training uses the target's own"
+            )
+
+
+def _like(copy: Tensor, own: Tensor) -> bool:
+    """Whether a tensor is another one up to rounding to half precision, which moves it by 0.2 % at most."""
+    size = distance = 0.0
+    for a, b in zip(copy.split(8192), own.split(8192), strict=True):  # by rows: these are the largest tensors
+        reference = b.float()
+        distance += float((a.to(b.device).float() - reference).pow(2).sum())
+        size += float(reference.pow(2).sum())
+    return distance <= (0.01**2) * size
+
+
+def build_from(
+    target: Target, corpus: Corpus, options: BlockOptions, loss: LossOptions, head: Head
+) -> BlockMethod:
+    """A head to be trained further. A DeepSpec folder's copies of the target's ends are left behind, so it is
+    written in SpecForge's layout, which has none. Raises DataError as `build` does.
+    """
+    config = head.config
+    if config.layout == "deepspec":
+        config = replace(config, layout="specforge")
+    check_widths(corpus, len(config.taps), target)
+    module = HeadModule(config, target.transformer.embedding.float())
+    copy_weights(module, head.weights)
+    vocab = head.vocab if head.vocab is not None else torch.arange(target.config.vocab_size)
+    return BlockMethod(module, target, vocab, loss, options.reveal)
 
 
 def check_widths(corpus: Corpus, taps: int, target: Target) -> None:
@@ -161,14 +244,13 @@ def tap_scale(corpus: Corpus) -> float:
     return float(rows[:, -width:].pow(2).mean().sqrt())
 
 
+_PARTS = (check_fits, taps_of, build, adopt, check_head, build_from)
 FAMILIES = {
-    "jetspec": Family(BlockOptions, LossOptions(), check_fits, taps_of, build),
-    "dflash": Family(DFlashOptions, LossOptions(kl=0.0, ce=1.0, decay=4.0), check_fits, taps_of, build),
+    "jetspec": Family(BlockOptions, LossOptions(), *_PARTS),
+    "dflash": Family(DFlashOptions, LossOptions(kl=0.0, ce=1.0, decay=4.0), *_PARTS),
     "dspark": Family(
         DSparkOptions,
         LossOptions(kl=0.0, ce=0.1, l1=0.9, confidence=1.0, decay=4.0),
-        check_fits,
-        taps_of,
-        build,
+        *_PARTS,
     ),
 }

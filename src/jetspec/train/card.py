@@ -54,6 +54,7 @@ def card(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
         "",
         "## How it was trained",
         "",
+        *_beginning(manifest.get("started_from")),
         f"- data: {data.get('answers')} answers that the target wrote itself, {data.get('answer_tokens')} "
         f"tokens for training, {data.get('held_out')} answers held out",
         f"- loss: {manifest.get('loss')}",
@@ -71,6 +72,17 @@ def card(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
         "target, and of the prompts, before you pass the head on.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _beginning(source: Mapping[str, Any] | None) -> list[str]:
+    """Which head the weights were those of before training, if they were not untrained."""
+    if not source:
+        return []
+    blocks = source.get("supervised_blocks")
+    before = "" if blocks is None else f", trained on {blocks} blocks before"
+    return [
+        f"- it began from the head {source.get('name')} (weights {str(source.get('sha256'))[:16]}){before}"
+    ]
 
 
 def _reached(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> list[str]:

@@ -50,6 +50,7 @@ class Corpus:
     """
 
     def __init__(self, folders: Many[Path], holdout: int = 40, shards: Many[int] | None = None) -> None:
+        self.folders = [str(Path(folder).absolute()) for folder in folders]
         found = [shard_paths(folder) for folder in folders]
         if shards is not None:
             if len(shards) != len(found) or any(
@@ -170,7 +171,9 @@ class Batch:
     taps     [n, T, taps * H]
     hidden   [n, T, H] final normed states; row t gives the target's law of token t + 1
     anchors  [n, A]
-    weight   [n, A, D], the weight of each depth; 0 where the answer has ended
+    weight   [n, A, D], the weight of each depth; 0 where the answer has ended, and at revealed depths
+    revealed [n, A], how many slots behind each root carry the token that was really written instead of the
+             mask, a + 1 .. a + revealed; None where no slot does
     """
 
     entries: tuple[Entry, ...]
@@ -181,6 +184,7 @@ class Batch:
     hidden: Tensor
     anchors: Tensor
     weight: Tensor
+    revealed: Tensor | None = None
 
     @property
     def roots(self) -> Tensor:
@@ -235,17 +239,23 @@ def _column(like: Tensor) -> Tensor:
     return rows.view(-1, *(1,) * (like.ndim - 1))
 
 
-def make_batch(corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: Tensor) -> Batch:
+def make_batch(
+    corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: Tensor, revealed: Tensor | None = None
+) -> Batch:
     """Assemble a batch.
 
     Args:
         anchors: [n, A] positions of roots, each from prompt_len - 1 to length - 2.
         weights: [D], the weight of each depth.
+        revealed: [n, A], how many depths are given away and so not supervised, or None.
     """
     depth = weights.shape[0]
     longest = max(entry.length for entry in entries)
     lengths = torch.tensor([entry.length for entry in entries])
-    supervised = anchors.unsqueeze(-1) + torch.arange(1, depth + 1)  # [n, A, D]
+    depths = torch.arange(1, depth + 1)
+    supervised = anchors.unsqueeze(-1) + depths < lengths[:, None, None]  # [n, A, D]
+    if revealed is not None:
+        supervised = supervised & (depths > revealed.unsqueeze(-1))
     return Batch(
         entries=tuple(entries),
         tokens=_stacked([corpus.tokens(entry) for entry in entries], longest + depth),
@@ -254,7 +264,8 @@ def make_batch(corpus: Corpus, entries: Many[Entry], anchors: Tensor, weights: T
         taps=_stacked([corpus.taps_of(entry) for entry in entries], longest),
         hidden=_stacked([corpus.hidden_of(entry) for entry in entries], longest),
         anchors=anchors,
-        weight=(supervised < lengths[:, None, None]) * weights,
+        weight=supervised * weights,
+        revealed=revealed,
     )
 
 
@@ -276,6 +287,7 @@ def batches_at(
     weights: Tensor,
     part: int,
     share: tuple[int, int] = (0, 1),
+    reveal: float = 0.0,
 ) -> Iterator[Batch]:
     """The batch of a training step, in parts of `part` answers: the next `answers` of this epoch's order,
     `anchors` roots in each.
@@ -285,6 +297,8 @@ def batches_at(
 
     share: (i, n) gives every n-th answer of the batch from the i-th on, with the anchors that it has in the
         whole batch.
+    reveal: chance of an anchor to have its first slots revealed, see `Batch.revealed`; which anchors there
+        are does not depend on it.
     """
     per_epoch = max(1, len(corpus.training) // answers)
     epoch, place = divmod(step, per_epoch)
@@ -298,10 +312,25 @@ def batches_at(
         rounds = -(-anchors // count)
         picks = torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])[:anchors]
         drawn.append(first + picks)
-    entries, drawn = entries[share[0] :: share[1]], drawn[share[0] :: share[1]]
+    shown = [_reveal(e, a, len(weights), reveal, generator) for e, a in zip(entries, drawn, strict=True)]
+    own = slice(share[0], None, share[1])
+    entries, drawn, shown = entries[own], drawn[own], shown[own]
     for first in range(0, len(entries), part):
         rows = slice(first, first + part)
-        yield make_batch(corpus, entries[rows], torch.stack(drawn[rows]), weights)
+        revealed = torch.stack(shown[rows]) if reveal else None
+        yield make_batch(corpus, entries[rows], torch.stack(drawn[rows]), weights, revealed)
+
+
+def _reveal(entry: Entry, anchors: Tensor, depth: int, share: float, generator: torch.Generator) -> Tensor:
+    """How many slots to reveal behind each anchor [A]: none, or at random 1 .. depth - 1, but never all that
+    the answer still has.
+    """
+    if not share:
+        return torch.zeros_like(anchors)
+    most = (entry.length - 2 - anchors).clamp(max=depth - 1)
+    chosen = torch.rand(anchors.shape, generator=generator) < share
+    count = torch.randint(2**31, anchors.shape, generator=generator) % most.clamp(min=1) + 1
+    return torch.where(chosen & (most > 0), count, 0)
 
 
 def _generator(seed: int, number: int, stream: int) -> torch.Generator:

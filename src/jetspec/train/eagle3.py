@@ -25,12 +25,13 @@ class Eagle3Module(SequentialModule):
     """The trainable form of `draft.eagle3.Eagle3Network`.
 
     Args:
+        embedding: frozen, [V, H]; the target's, or the head's own.
         output: rows of the target's output matrix [Vd, H] to draft with, frozen; None trains the head's own.
     """
 
     def __init__(self, config: Eagle3Config, embedding: Tensor, output: Tensor | None = None) -> None:
         shapes = {name: shape for name, shape in config.shapes().items() if name not in ("d2t", "t2d")}
-        shapes.pop("embed_tokens.weight", None)  # a frozen copy of the target's
+        shapes.pop("embed_tokens.weight", None)  # the head's own is not trained
         if output is not None:
             del shapes[LM_HEAD]
         super().__init__(config.model, shapes, embedding)
@@ -93,6 +94,8 @@ class Eagle3Method(SequentialMethod):
         module = self.module
         weights = {name: module.weight(name).detach().clone() for name in module.names}
         weights[LM_HEAD] = module.output.detach().clone()
+        if module.config.own_embedding:
+            weights["embed_tokens.weight"] = module.embedding
         weights |= vocab_maps(self.vocab, module.model.vocab_size)
         return Eagle3Head(module.config, weights, dict(manifest or {}))
 

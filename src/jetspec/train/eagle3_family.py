@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetspec.config import check_least
-from jetspec.draft.eagle3_format import DEPTH, Eagle3Config, default_eagle3_taps
+from jetspec.draft.eagle3 import check_fits as check_head
+from jetspec.draft.eagle3_format import DEPTH, Eagle3Config, Eagle3Head, default_eagle3_taps
 from jetspec.errors import HeadError, OptionError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
 from jetspec.train.block_family import check_widths, draft_size
 from jetspec.train.data import Corpus
-from jetspec.train.eagle3 import Eagle3Method, Eagle3Module, initialise_eagle3
+from jetspec.train.eagle3 import LM_HEAD, Eagle3Method, Eagle3Module, initialise_eagle3
 from jetspec.train.families import Family
+from jetspec.train.from_head import copy_weights
 from jetspec.train.mtp import decay_of
 from jetspec.train.weighting import LossOptions
 
@@ -78,6 +80,44 @@ def build(
     return Eagle3Method(module, target, vocab, loss, options.steps)
 
 
+def adopt(head: Eagle3Head, options: Eagle3Options) -> Eagle3Options:
+    """The options with the shape of a head."""
+    config = head.config
+    whole = config.draft_vocab == config.model.vocab_size
+    return replace(
+        options,
+        taps=config.taps or (),
+        vocab=0 if whole else config.draft_vocab,
+        depth=config.depth,
+        warm=True,
+    )
+
+
+def build_from(
+    target: Target, corpus: Corpus, options: Eagle3Options, loss: LossOptions, head: Eagle3Head
+) -> Eagle3Method:
+    """A head to be trained further; an embedding of its own stays as it is. Raises DataError as `build`
+    does.
+    """
+    config = replace(head.config, taps=head.config.resolve_taps(target.config.num_layers))
+    check_widths(corpus, len(corpus.taps), target)
+    device = target.device
+    embedding = head.weights["embed_tokens.weight"] if config.own_embedding else target.transformer.embedding
+    frozen = None if options.train_output else head.weights[LM_HEAD].to(device).float()
+    module = Eagle3Module(config, embedding.to(device).float(), frozen)
+    copy_weights(module, head.weights)
+    return Eagle3Method(module, target, head.vocab, loss, options.steps)
+
+
 FAMILIES = {
-    "eagle3": Family(Eagle3Options, LossOptions(decay=decay_of(0.8)), check_fits, taps_of, build),
+    "eagle3": Family(
+        Eagle3Options,
+        LossOptions(decay=decay_of(0.8)),
+        check_fits,
+        taps_of,
+        build,
+        adopt,
+        check_head,
+        build_from,
+    ),
 }

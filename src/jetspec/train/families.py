@@ -36,6 +36,9 @@ class Family:
               for all that the answers hold
     build     the untrained head on its target. The corpus hands out the taps that were asked for; the seed
               is that of the first weights
+    adopt     the options with the shape of a head that was read; those about training stay
+    check_head   refuse a head that this target cannot have or that cannot be trained; raises HeadError
+    build_from   a head that was read, to be trained further
     """
 
     options: type
@@ -43,6 +46,9 @@ class Family:
     check: Callable[[Target, Any], None]
     taps: Callable[[Target, Any], tuple[int, ...] | None]
     build: Callable[[Target, Corpus, Any, LossOptions, int], TrainingMethod]
+    adopt: Callable[[Any, Any], Any]
+    check_head: Callable[[Any, Target], None]
+    build_from: Callable[[Target, Corpus, Any, LossOptions, Any], TrainingMethod]
 
 
 def find_family(method: str) -> Family:

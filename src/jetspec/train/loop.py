@@ -47,8 +47,8 @@ class LoopOptions:
     steps: int | None = None
     epochs: float | None = None
     minutes: float = 30.0
-    answers: int = 16
-    anchors: int = 64
+    answers: int = 8
+    anchors: int = 32
     learning_rate: float = 1e-3
     final_share: float = 0.02
     warmup_share: float = 0.03
@@ -104,6 +104,7 @@ def train(
     processes: Processes = ALONE,
     autocast: torch.dtype | None = None,
     pause: Callable[[], bool] | None = None,
+    source: str | None = None,
 ) -> Path:
     """Train to the end of the schedule and save the head to `folder/head`; returns that folder.
 
@@ -113,6 +114,8 @@ def train(
             and reports.
         autocast: type of matrix products in the forward and backward pass; see `Copies`.
         pause: asked before every step whether to stop here for now.
+        source: hash of the head whose weights `method` begins with, if it was trained before: what it reaches
+            is logged before the first step, and a run that began from another one does not go on.
 
     Raises DataError on a loss that is not finite (the step and the file with its batch are named, and the
     last checkpoint stays), and Paused.
@@ -120,7 +123,10 @@ def train(
     run = _Run(
         method, corpus, folder, options, manifest, on_report, torch.device(device), processes, autocast
     )
+    run.source = source
     run.resume()
+    if source is not None:
+        run.begin()
     while run.steps is None or run.step < run.steps:
         if pause is not None and processes.agree(float(pause())):
             run.save()
@@ -151,6 +157,7 @@ class _Run:
         )
         self.step, self.steps, self.seconds = 0, self._length(), 0.0
         self.validated = self.saved = 0.0
+        self.source: str | None = None
 
     @property
     def _log_path(self) -> Path:
@@ -206,6 +213,19 @@ class _Run:
         self.steps = state["steps"] if self._length() is None else self._length()
         self.validated = self.saved = self.seconds
 
+    def begin(self) -> None:
+        """Report what a head that was trained before reaches on this run's held-out answers."""
+        if self.step:
+            return
+        validation = self.validation()
+        if validation is None:
+            return
+        report = Report(0, self.steps or 0, 0.0, math.nan, [], [], 0.0, validation)
+        if any(line["step"] == 0 for line in read_log(self._log_path)):
+            self.on_report(report)  # this run has been started before
+        else:
+            self._log(report)
+
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on, beside the shapes of tensors and the options."""
         return {
@@ -214,6 +234,7 @@ class _Run:
             "taps": list(self.corpus.taps),
             "answers": len(self.corpus.training),
             "answer_tokens": self.corpus.answer_tokens,
+            **({} if self.source is None else {"from_head": self.source}),
         }
 
     def advance(self) -> None:
@@ -265,6 +286,7 @@ class _Run:
                 weights=self.method.weights,
                 part=options.part,
                 share=(processes.rank, processes.size),
+                reveal=getattr(self.method, "reveal", 0.0),  # block heads only
             )
         ]
         self.optimizer.zero_grad(set_to_none=True)
@@ -283,11 +305,15 @@ class _Run:
         return sums
 
     def validation(self) -> Validation | None:
-        """tau on held-out answers that were made greedily; None in all processes but the first."""
+        """tau on held-out answers that were made greedily, an empty one if there are none; None in all
+        processes but the first.
+        """
         greedy = [entry for entry in self.corpus.held_out if entry.temperature == 0.0]
         with self.learner.whole():
             if not self.processes.first:
                 return None
+            if not greedy:  # 1.00, the mean of nothing, would read like a head that is never right
+                return Validation()
             return self.method.validation(self.corpus, greedy[: self.options.validate_answers], SETTINGS)
 
     def save(self) -> None:
@@ -299,6 +325,7 @@ class _Run:
             "seconds": self.seconds,
             "options": asdict(self.options),
             "shards": self.corpus.shards,
+            "folders": self.corpus.folders,
             "run": self._identity(),
         }
         write = self.processes.first

@@ -102,6 +102,11 @@ class HeadModule(nn.Module):
         root = F.embedding(batch.roots, self.embedding)  # [n, A, H]
         mask = self.embedding[config.mask_token_id]
         rest = mask.expand(*root.shape[:2], config.block_size - 1, -1)
+        if batch.revealed is not None:
+            assert config.causal and config.alignment == "in_place", "slots would see what is to be drafted"
+            slots = torch.arange(1, config.block_size, device=root.device)
+            shown = slots <= batch.revealed.unsqueeze(-1)  # [n, A, D]
+            rest = torch.where(shown.unsqueeze(-1), F.embedding(batch.labels, self.embedding), rest)
         x = torch.cat([root.unsqueeze(2), rest], dim=2)
         if config.slot_embedding:
             x = x + self.weight("slot_embed.weight")

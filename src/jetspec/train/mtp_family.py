@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from jetspec.config import check_least
-from jetspec.draft.mtp_format import DEPTH, ORDERS, MTPConfig
+from jetspec.draft.mtp import check_fits as check_head
+from jetspec.draft.mtp_format import DEPTH, ORDERS, MTPConfig, MTPHead
 from jetspec.errors import OptionError
 from jetspec.target.target import Target
 from jetspec.train.block_family import check_widths, draft_size
 from jetspec.train.data import Corpus
 from jetspec.train.families import Family
+from jetspec.train.from_head import copy_weights
 from jetspec.train.mtp import MTPMethod, MTPModule, decay_of, initialise_mtp
 from jetspec.train.weighting import LossOptions
 
@@ -67,6 +71,41 @@ def build(target: Target, corpus: Corpus, options: MTPOptions, loss: LossOptions
     return MTPMethod(module, target, vocab, loss, options.steps)
 
 
+def adopt(head: MTPHead, options: MTPOptions) -> MTPOptions:
+    """The options with the shape of a head, and steps enough to train all of its modules."""
+    config = head.config
+    modules = config.model.num_layers
+    return replace(
+        options,
+        modules=modules,
+        vocab=0 if head.vocab is None else len(head.vocab),
+        steps=max(options.steps, modules),
+        depth=config.depth,
+        order=config.order,
+        warm=True,
+    )
+
+
+def build_from(
+    target: Target, corpus: Corpus, options: MTPOptions, loss: LossOptions, head: MTPHead
+) -> MTPMethod:
+    """A head to be trained further. Raises DataError as `build` does."""
+    check_widths(corpus, len(corpus.taps), target)
+    module = MTPModule(head.config, target.transformer.embedding.float())
+    copy_weights(module, head.weights)
+    vocab = head.vocab if head.vocab is not None else torch.arange(target.config.vocab_size)
+    return MTPMethod(module, target, vocab, loss, options.steps)
+
+
 FAMILIES = {
-    "mtp": Family(MTPOptions, LossOptions(kl=0.0, ce=1.0, decay=decay_of(0.6)), check_fits, taps_of, build),
+    "mtp": Family(
+        MTPOptions,
+        LossOptions(kl=0.0, ce=1.0, decay=decay_of(0.6)),
+        check_fits,
+        taps_of,
+        build,
+        adopt,
+        check_head,
+        build_from,
+    ),
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from jetspec.errors import OptionError, StorageError
+from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.target import Target
 from jetspec.train.checkpoint import read_state
 from jetspec.train.data import Corpus
 from jetspec.train.distributed import ALONE, Processes
 from jetspec.train.families import find_family
+from jetspec.train.features import shard_paths
+from jetspec.train.from_head import SourceHead, check_start
 from jetspec.train.loop import Report, train
 from jetspec.train.recipe import Settings
 from jetspec.train.validate import unigram_coverage
@@ -31,6 +33,7 @@ def train_head(
     folder: Path,
     settings: Settings,
     *,
+    source: SourceHead | None = None,
     on_report: Callable[[Report], None] = lambda report: None,
     processes: Processes = ALONE,
     pause: Callable[[], bool] | None = None,
@@ -39,6 +42,7 @@ def train_head(
     """Train a head for `target` on folders of its answers; returns the head's folder, `folder/head`.
 
     Args:
+        source: a head whose weights training begins with; the settings have its method and shape.
         processes, pause: see `train`.
         resident: keep all features on the target's device, which must have room for them.
 
@@ -46,20 +50,30 @@ def train_head(
     """
     chosen = resolve_products(settings.products, target.device)
     family = find_family(settings.method)
-    family.check(target, settings.head)
+    if source is None:
+        family.check(target, settings.head)
+    else:
+        source.check_options(settings)
+        source.check(target, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # now, and not at the first checkpoint
     except OSError as error:
         raise StorageError(f"the run cannot be kept in {folder} ({error}); choose another folder") from None
-    corpus = Corpus(answers, shards=(read_state(folder) or {}).get("shards"))
+    state = read_state(folder) or {}
+    check_start(folder, state, source)
+    corpus = Corpus(folders_of_run(folder, state, answers), shards=state.get("shards"))
     taps = family.taps(target, settings.head)
     if taps is not None:
         corpus = corpus.with_taps(taps)
     if resident:
         corpus = corpus.resident(target.device)
-    method = family.build(target, corpus, settings.head, settings.loss, settings.loop.seed)
     manifest = provenance(target, corpus, settings, chosen)
     manifest["processes"] = processes.size
+    if source is None:
+        method = family.build(target, corpus, settings.head, settings.loss, settings.loop.seed)
+    else:
+        method = family.build_from(target, corpus, settings.head, settings.loss, source.head)
+        manifest["started_from"] = source.record()
     vocab = getattr(method, "vocab", None)
     if vocab is not None:
         manifest["vocabulary_coverage"] = round(unigram_coverage(corpus, vocab), 5)
@@ -77,7 +91,51 @@ def train_head(
             processes=processes,
             autocast=mixed,
             pause=pause,
+            source=None if source is None else source.sha256,
         )
+
+
+def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> list[Path]:
+    """The folders of answers of a run that goes on, in the order in which it began with them; those that are
+    given for a new one.
+
+    A folder may have moved: where its place is not found again, its name decides.
+
+    Raises DataError naming a folder that is missing, holds less than it did, or was not part of the run.
+    """
+    left = list(given)
+    if "folders" not in state:  # a new run, or one of a version that did not keep them
+        return left
+    recorded = [Path(place) for place in state["folders"]]
+    taken: dict[Path, Path] = {}
+    for by_name in (False, True):
+        for place in recorded:
+            match = next((path for path in left if _is_folder(path, place, by_name)), None)
+            if place not in taken and match is not None:
+                taken[place] = match
+                left.remove(match)
+    for place, shards in zip(recorded, state["shards"], strict=True):
+        if place not in taken:
+            raise DataError(
+                f"the run in {run} began with the answers in {place}, which are not given now; add --answers "
+                f"{place}, or train in another folder"
+            )
+        if (there := len(shard_paths(taken[place]))) < shards:
+            raise DataError(
+                f"{taken[place]} holds {there} of the {shards} shards of answers that the run in {run} began "
+                "with; bring the others back, or train in another folder"
+            )
+    if left:
+        raise DataError(
+            f"the run in {run} began without the answers in {left[0]}; leave them out, or train in another "
+            "folder"
+        )
+    return [taken[place] for place in recorded]
+
+
+def _is_folder(path: Path, recorded: Path, by_name: bool) -> bool:
+    path = path.absolute()
+    return path.name == recorded.name if by_name else path == recorded
 
 
 def resolve_products(products: str, device: torch.device | str = "cpu") -> str:

@@ -147,6 +147,17 @@ def find_recipe(name: str | Path, model: str) -> Settings:
     )
 
 
+def stated_head(name: str | Path) -> dict[str, Any]:
+    """What a recipe file of the user's own says in its [head] table; {} for a packaged recipe or a method.
+
+    Raises OptionError if the file cannot be read.
+    """
+    path = Path(name)
+    if path.suffix != ".toml" and not path.is_file():
+        return {}
+    return dict(_parsed(path).get("head", {}))
+
+
 def packaged_recipes() -> list[Path]:
     """The recipe files that come with jetspec."""
     folder = Path(str(resources.files("jetspec"))) / "recipes"
@@ -159,13 +170,16 @@ def _slug(model: str) -> str:
 
 
 def _read_file(path: Path) -> Settings:
+    return read_recipe(_parsed(path), path.name)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise OptionError(f"the recipe {path} cannot be read ({error.strerror}); give a .toml file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"the recipe {path} is not valid TOML ({error}); correct it") from None
-    return read_recipe(values, path.name)
 
 
 def _check_keys(values: Mapping[str, Any], valid: Iterable[str], where: str) -> None:

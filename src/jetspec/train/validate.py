@@ -60,11 +60,14 @@ class Tally:
         self._kept[setting][accepted] += 1
 
     def result(self) -> Validation:
-        """tau and survival over all rounds so far."""
+        """tau and survival over all rounds so far. A chain is named by what it drafts, which is not more than
+        the depth.
+        """
         result = Validation()
-        for (name, _, budget), kept in zip(self.settings, self._kept, strict=True):
+        for (name, grow, budget), kept in zip(self.settings, self._kept, strict=True):
             accepted = sum(k * count for k, count in enumerate(kept))
-            result.tau[f"{name}-{budget}"] = 1 + accepted / max(1, sum(kept))
+            drafted = min(budget, len(kept) - 1) if grow is GROW["chain"] else budget
+            result.tau[f"{name}-{drafted}"] = 1 + accepted / max(1, sum(kept))
         largest = max(range(len(self.settings)), key=lambda n: self.settings[n][2])
         kept = self._kept[largest]
         result.survival = [sum(kept[k:]) / max(1, sum(kept)) for k in range(1, len(kept))]
