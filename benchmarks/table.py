@@ -1,8 +1,9 @@
 """The README's measured tables, made from the records in benchmarks/results.
 
 Writes what stands between `<!-- results:begin -->` and `<!-- results:end -->`; with --check it writes nothing
-and fails if the README says something else than the records. The newest run with trained heads and enough
-prompts counts; all of its methods and budgets are shown, whatever came out.
+and fails if the README says something else than the records. The newest run with trained heads of one family
+and enough prompts counts, and the newest one that compares several families; all of their methods and budgets
+are shown, whatever came out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jetspec.errors import DataError
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 FEWEST = 8  # prompts of a set; a run with fewer was a trial
 STUBS = ("off", "random", "echo", "decoy")
+COMPARISON = "All methods, heads trained alike and not for long ([how](docs/evidence.md)):"
 NOTHING = "Nothing is recorded yet: `make bench` measures this machine and writes the table."
 
 
@@ -56,27 +58,46 @@ def put(text: str, body: str, name: str) -> str:
 
 def table(results: Path) -> str:
     """The markdown between the markers."""
-    run = _chosen([
+    found = runs_of([
         record for name in ("speedup", "bench") for record in Journal(results / f"{name}.jsonl").read()
     ])  # fmt: skip
+    run, compared = _chosen(found, several=False), _by_temperature(found)
     forwards = [r for r in Journal(results / "forward.jsonl").read() if r["kind"] == "forward"]
     checks = _checks(Journal(results / "lossless.jsonl").read())
+    measured = [shown.facts for shown in (run, *compared) if shown is not None]
+    sources = [*measured, *(r["run"] for r in forwards[-1:]), *(checks or ())[:1]]
     parts = [
         *([_speedups(run)] if run is not None else []),
+        *([COMPARISON, *map(_compared, compared)] if compared else []),
         *([_forward(forwards[-1])] if forwards else []),
         *([_lossless(*checks)] if checks else []),
-        *_sources([*([run.facts] if run else []), *(r["run"] for r in forwards[-1:]), *(checks or ())[:1]]),
+        *_sources(sources),
     ]
     return "\n\n".join(parts) or NOTHING
 
 
-def _chosen(records: list[dict[str, Any]]) -> Run | None:
-    """The newest run of trained heads, with those of its sets that have enough prompts; None if there is
-    none."""
-    for run in reversed(runs_of(records)):
+def _by_temperature(runs: list[Run]) -> list[Run]:
+    """The newest comparison of several families at each temperature, which may be one run or several."""
+    temperatures = sorted({item["temperature"] for run in runs for item in run.items})
+    found = []
+    for temperature in temperatures:
+        own = [
+            run._replace(items=[item for item in run.items if item["temperature"] == temperature])
+            for run in runs
+        ]
+        found.append(_chosen(own, several=True))
+    return [run for run in found if run is not None]
+
+
+def _chosen(runs: list[Run], *, several: bool) -> Run | None:
+    """The newest run of trained heads, of several families or of one, with those of its sets that have
+    enough prompts; None if there is none."""
+    for run in reversed(runs):
         arguments = run.facts["arguments"]
         heads = [*arguments.get("heads", {}).values(), *filter(None, [arguments.get("head")])]
         if not heads or any(head["name"] in STUBS for head in heads):
+            continue
+        if (len({head.get("drafter") for head in heads}) > 1) != several:
             continue
         counts: dict[str, set[str]] = {}
         for item in run.items:
@@ -111,6 +132,22 @@ def _speedups(run: Run) -> str:
     )
     parts.append("\n".join(f"- {line}." for line in findings(rows, skipped)))
     return "\n\n".join(filter(None, parts))
+
+
+def _compared(run: Run) -> str:
+    """A table of several families; its misses folded, because there are many."""
+    grid, _, rest = _speedups(run).partition("\n\n")
+    said, _, misses = rest.partition("\n\n")
+    temperature = run.items[0]["temperature"]
+    parts = [f"T = {temperature:g}:", grid, said]
+    if misses:
+        parts.append(_folded("Misses", misses))
+    text = "\n\n".join(parts)
+    return text if not temperature else _folded(f"The same at T = {temperature:g}", text)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def _identity(rows: list[Row]) -> str:

@@ -58,6 +58,11 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "- Miss: jetspec-tree 8, T = 0, batch 1: slower than plain decoding on gsm8k" in text
     assert "12 DIFFER" in text and "| mtp | no head |" in text and "NOT LOSSLESS" in text
+    heads = {name: {"name": name, "drafter": name} for name in ("jetspec", "dflash")}
+    add("side by side", "2030-01-05", items(9, 3.0), heads=heads)
+    add("older", "2030-01-04", items(9, 4.0), heads=heads)
+    both = table.table(tmp_path)
+    assert "0.50×/" in both and "All methods" in both and "3.00×/" in both and "4.00×/" not in both
     readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
     once = table.put(readme, text, "README.md")
     assert once.startswith("before\n") and once.endswith("after\n") and text.strip() in once
