@@ -192,3 +192,14 @@ def markdown(grids: Iterable[Grid], notes: Iterable[str], facts: dict[str, Any])
     """The same for a page."""
     parts = [f"**{grid.title}**\n\n{grid.markdown()}" for grid in grids]
     return "\n\n".join([*parts, *notes, f"Measured {facts['date'][:10]}: {common.footer(facts)}."])
+
+
+def print_newest(
+    args: argparse.Namespace,
+    grids: Callable[[dict[str, Any], list[dict[str, Any]]], Iterable[Grid]],
+    notes: Callable[[dict[str, Any], list[dict[str, Any]]], Iterable[str]],
+) -> int:
+    """What --table does: print the newest run's records, or those of --run, for a page. Raises DataError."""
+    facts, records = newest_run(common.Journal(args.json).read(), args.run)
+    print(markdown(grids(facts, records), notes(facts, records), facts))
+    return 0

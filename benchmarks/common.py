@@ -10,18 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from jetspec.bench import prompts, record
 from jetspec.bench.prompts import SETS, WARM_UP
 from jetspec.bench.record import cpu_name, footer, run_key
+from jetspec.cli.progress import new_bar
 from jetspec.decode.engine import Engine
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
@@ -138,14 +132,7 @@ def note(text: str) -> None:
 
 def progress() -> Progress:
     """A progress bar on standard error; use it as a context."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True))
+    return new_bar(elapsed=True)
 
 
 def run(main: Callable[[], int]) -> None:

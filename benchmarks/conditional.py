@@ -122,9 +122,7 @@ def main() -> int:
     """Measure what is missing, then print all of this run."""
     args = _arguments()
     if args.table:
-        facts, records = arms.newest_run(common.Journal(args.json).read(), args.run)
-        print(arms.markdown(grids(facts, records), notes(facts, records), facts))
-        return 0
+        return arms.print_newest(args, grids, notes)
     target = arms.open_target(args)
     tested = make_arms(arms.open_heads(args, target), args.second_pass, args.first_nodes)
     given = {"budgets": args.budgets, "look": args.look, "first_nodes": args.first_nodes}

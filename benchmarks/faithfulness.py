@@ -208,9 +208,7 @@ def main() -> int:
     """Measure what is missing, then print all of this run."""
     args = _arguments()
     if args.table:
-        facts, records = arms.newest_run(common.Journal(args.json).read(), args.run)
-        print(arms.markdown(grids(facts, records), notes(facts, records), facts))
-        return 0
+        return arms.print_newest(args, grids, notes)
     target = arms.open_target(args)
     heads = arms.open_heads(args, target)
     facts = arms.facts_of(Path(__file__), args, target, heads, stride=args.stride)

@@ -442,12 +442,11 @@ def manifest_of(config: Any) -> dict[str, Any]:
 def tau_of(found: dict[str, Any]) -> dict[str, str]:
     """tau by tree; chains of all depths in one column, with the depth. Empty if no answer was held out."""
     tau = (found.get("validation") or {}).get("tau", {})
-    return {
-        "chain" if name.startswith("chain-") else name: (
-            f"{value:.2f} ({name.removeprefix('chain-')})" if name.startswith("chain-") else f"{value:.2f}"
-        )
-        for name, value in tau.items()
-    }
+    found = {}
+    for name, value in tau.items():
+        tree, _, budget = name.rpartition("-")
+        found["chain" if tree == "chain" else name] = f"{value:.2f}" + f" ({budget})" * (tree == "chain")
+    return found
 
 
 def table(heads: dict[str, Any]) -> list[str]:

@@ -61,7 +61,9 @@ def test_missing_heads_are_said(tmp_path: Path) -> None:
     told: list[str] = []
     usable, skipped = sort_out(choose_methods(["dflash", "mtp", "jetspec-tree"]), heads, told.append)
     assert [m.name for m in usable] == [PLAIN, "jetspec-tree"]
-    assert set(skipped) == {"dflash", "mtp"} and skipped["mtp"].startswith("no head: none is packaged")
+    assert set(skipped) == {"dflash", "mtp"} and skipped["mtp"].startswith(
+        "no head: there is no --head mtp=FOLDER"
+    )
     assert len(told) == 2 and all("is left out: " in text for text in told)
 
 

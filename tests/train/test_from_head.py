@@ -33,7 +33,6 @@ from jetspec.train.recipe import Settings, default_settings
 from jetspec.train.validate import SETTINGS, validate_drafter
 from tests.draft.sequential_tiny import random_eagle3, random_mtp
 from tests.draft.tiny import PLAIN_PARTS, VOCAB, random_head, tiny_answers, tiny_target
-from tests.target.tiny import save_tokenizer, tiny_model
 
 PART = torch.arange(0, VOCAB, 2)
 LOOP = LoopOptions(steps=1, answers=4, anchors=4, part=3, validate_minutes=1e6, checkpoint_minutes=0.0)
@@ -226,15 +225,6 @@ def test_windows_are_refused(target: Target, tmp_path: Path) -> None:
     source = read_source(tmp_path / "source", "tiny")
     with pytest.raises(HeadError, match="have sliding windows, which training does not compute"):
         source.check(target, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk, with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=344, num_hidden_layers=5).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def test_through_the_command_line(

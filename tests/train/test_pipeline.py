@@ -22,22 +22,12 @@ from jetspec.train.loop import LoopOptions
 from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
-from tests.target.tiny import save_tokenizer, tiny_model
 
 COLD: Settings = replace(
     default_settings("jetspec"),
     head=BlockOptions(vocab=0, scorer="none", rank=0, warm=False),
     loop=LoopOptions(steps=1),
 )
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk, with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=344, num_hidden_layers=5).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def command(model: Path, folder: Path, *more: str) -> list[str]:

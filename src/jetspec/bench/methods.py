@@ -136,7 +136,7 @@ class Heads:
         own = packaged(self._target.name, family)
         return None if own is None else str(own)
 
-    def missing(self, method: Method) -> str:
+    def _missing(self, method: Method) -> str:
         """Where a method's head was looked for in vain, and how to get one, in one line."""
         family, target = method.family, self._target.name
         names = " or ".join(f"{name}/config.json" for name in dict.fromkeys([method.name, str(family)]))
@@ -150,10 +150,7 @@ class Heads:
         """The drafter of a method. Raises HeadError if there is no head, or it cannot be used."""
         place = self.find(method)
         if place is None:
-            raise HeadError(
-                f"no head: none is packaged for {self._target.name} of the family {method.family}; give one "
-                f"with --head {method.family}=FOLDER or --heads FOLDER"
-            )
+            raise HeadError(self._missing(method))
         if place not in self._loaded:
             folder = user_path(place)
             self._loaded[place] = (
@@ -218,8 +215,7 @@ def sort_out(
                 drafter = heads.drafter(method)
             except UserError as error:
                 if method.name in named:
-                    reason = heads.missing(method) if heads.find(method) is None else error
-                    raise HeadError(f"method {method.name} cannot run: {reason}") from None
+                    raise HeadError(f"method {method.name} cannot run: {error}") from None
                 skipped[method.name] = str(error)
                 complain(f"{method.name} is left out: {error}")
                 continue
