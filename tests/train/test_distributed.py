@@ -27,7 +27,7 @@ from jetspec.train.method import TrainingMethod
 from jetspec.train.weighting import LossOptions
 from tests.draft.tiny import tiny_answers, tiny_target
 from tests.train.processes import together
-from tests.train.test_pipeline import command, model_folder  # noqa: F401 (a fixture)
+from tests.train.test_pipeline import command
 
 OPTIONS = LoopOptions(
     steps=5, answers=5, anchors=4, part=2, checkpoint_minutes=1e6, validate_minutes=1e6, validate_answers=1
@@ -294,7 +294,7 @@ def test_half_precision_products_keep_float32_sums(target: Target, corpus: Corpu
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_torchrun_trains_from_prompts(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_torchrun_trains_from_prompts(model_folder: Path, tmp_path: Path) -> None:
     """Guards the command line under a launcher: each process answers its part of the prompts, one head is
     written, and the same command in one process goes on with the parts of two and adds nothing."""
     arguments = command(model_folder, tmp_path, "--steps", "3")

@@ -28,7 +28,7 @@ from jetspec.train.loop import LoopOptions, train
 from tests.draft.tiny import tiny_answers, tiny_target
 from tests.train.processes import finish, start
 from tests.train.test_distributed import METHODS, corpus_of, new_method
-from tests.train.test_pipeline import command, model_folder  # noqa: F401 (a fixture)
+from tests.train.test_pipeline import command
 
 OPTIONS = LoopOptions(
     steps=9, answers=4, anchors=4, part=3, checkpoint_minutes=0.0, validate_minutes=1e6, validate_answers=1
@@ -130,7 +130,7 @@ def test_killed_at_bad_and_at_random_moments(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_command_line_survives_kills(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_line_survives_kills(model_folder: Path, tmp_path: Path) -> None:
     """Guards the whole command, loading included: killed at random, given again, the same end."""
     dice, environment = random.Random(4), {**os.environ, "OMP_NUM_THREADS": "1"}
     small = ["--steps", "100", "--set", "training.checkpoint_minutes=0.0"]
