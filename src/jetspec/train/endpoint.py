@@ -21,6 +21,7 @@ from jetspec.config import check_least
 from jetspec.errors import EndpointError, OptionError
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
+from jetspec.train.folder_lock import locked
 from jetspec.train.prompts import Prompt
 from jetspec.train.responses import AnswerOptions, Turn, follow, next_turns, prompts_hash
 
@@ -93,17 +94,18 @@ def ask_endpoint(
     Raises:
         EndpointError: the endpoint cannot be reached, or refuses everything; answers so far are kept.
         DataError: the folder holds answers made with other prompts or options.
-        StorageError: the disk is full.
+        StorageError: the disk is full, or another process writes there.
     """
     settings = {
         "endpoint": endpoint.model,
         "prompts": prompts_hash(prompts),
         **{key: value for key, value in options.settings().items() if key != "max_prompt"},
     }
-    store = AnswerFolder(folder, None, settings)
-    run = _Run(endpoint, prompts, store, options, on_progress)
-    asyncio.run(run.all(transport))
-    return run.progress
+    with locked(folder):
+        store = AnswerFolder(folder, None, settings)
+        run = _Run(endpoint, prompts, store, options, on_progress)
+        asyncio.run(run.all(transport))
+        return run.progress
 
 
 class _Refused(Exception):

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jetspec.train.checkpoint import load_checkpoint, save_batch, save_checkpoin
 from jetspec.train.curves import draw_curves
 from jetspec.train.data import Corpus, batches_at
 from jetspec.train.distributed import ALONE, Processes, make_learner, whole_tensor
+from jetspec.train.folder_lock import locked
 from jetspec.train.log import append_log, read_log, trim_log
 from jetspec.train.method import StepSums, TrainingMethod
 from jetspec.train.optim import OPTIMIZERS, make_optimizer
@@ -118,21 +120,22 @@ def train(
             is logged before the first step, and a run that began from another one does not go on.
 
     Raises DataError on a loss that is not finite (the step and the file with its batch are named, and the
-    last checkpoint stays), and Paused.
+    last checkpoint stays), StorageError if another process trains into `folder`, and Paused.
     """
     run = _Run(
         method, corpus, folder, options, manifest, on_report, torch.device(device), processes, autocast
     )
     run.source = source
-    run.resume()
-    if source is not None:
-        run.begin()
-    while run.steps is None or run.step < run.steps:
-        if pause is not None and processes.agree(float(pause())):
-            run.save()
-            raise Paused(f"step {run.step} is saved; the same command goes on from there")
-        run.advance()
-    return run.finish()
+    with locked(folder) if processes.first else nullcontext():
+        run.resume()
+        if source is not None:
+            run.begin()
+        while run.steps is None or run.step < run.steps:
+            if pause is not None and processes.agree(float(pause())):
+                run.save()
+                raise Paused(f"step {run.step} is saved; the same command goes on from there")
+            run.advance()
+        return run.finish()
 
 
 class _Run:

@@ -22,6 +22,7 @@ from jetspec.target.target import Target
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
 from jetspec.train.features import Recorder, Sample
+from jetspec.train.folder_lock import locked
 from jetspec.train.turns import check_template, prompt_ids
 
 ROWS = 1024  # packed tokens per forward
@@ -53,9 +54,21 @@ def replay_answers(
     Raises:
         DataError: the folder was made from other answers, with other taps or another target.
         PromptError: the target has no chat template.
-        StorageError: the disk is full; what was written before is kept.
+        StorageError: the disk is full, what was written before is kept; or another process writes there.
     """
     check_template(target, raw=all(answer.raw for answer in answers))
+    with locked(folder):
+        return _replay(target, answers, folder, taps, on_progress, rows)
+
+
+def _replay(
+    target: Target,
+    answers: Many[Answer],
+    folder: Path,
+    taps: tuple[int, ...],
+    on_progress: Callable[[Progress], None],
+    rows: int,
+) -> Progress:
     numbered = [replace(answer, number=number) for number, answer in enumerate(answers)]
     lines = "\n".join(answer.to_json() for answer in numbered)
     settings = {"target": target.name, "from": hashlib.sha256(lines.encode()).hexdigest()}

@@ -29,6 +29,7 @@ from jetspec.target.target import Target
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer, spelled
 from jetspec.train.features import Recorder, Sample
+from jetspec.train.folder_lock import locked
 from jetspec.train.prompts import Prompt
 from jetspec.train.turns import check_template, prompt_ids
 
@@ -174,9 +175,21 @@ def answer_prompts(
     Raises:
         DataError: the folder holds answers made with other taps, prompts or options.
         PromptError: the target has no chat template, and `options.raw` is off.
-        StorageError: the disk is full; what was written before is kept.
+        StorageError: the disk is full, what was written before is kept; or another process writes there.
     """
     check_template(target, options.raw)
+    with locked(folder):
+        return _answer(target, prompts, folder, taps, options, on_progress)
+
+
+def _answer(
+    target: Target,
+    prompts: Many[Prompt],
+    folder: Path,
+    taps: tuple[int, ...],
+    options: AnswerOptions,
+    on_progress: Callable[[Progress], None],
+) -> Progress:
     settings = {"target": target.name, "prompts": prompts_hash(prompts), **options.settings()}
     store = AnswerFolder(folder, taps if options.features else None, settings)
     run = _Run(target, prompts, taps, options)
