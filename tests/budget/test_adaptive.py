@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
 from jetspec.budget.calibrate import Calibration, Group, Knot
-from jetspec.budget.cost import RoundSize
 from jetspec.budget.fixed import FixedBudget
 from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.profile import Measurement
@@ -37,30 +34,24 @@ def auto(head: Head, machine: Machine, rounds: int, batch: int = 1, grow: str = 
 @pytest.mark.parametrize("grow", GROW)
 @pytest.mark.parametrize("shape", STEPS)
 def test_near_the_best_fixed_budget_that_it_was_not_told(shape: str, grow: str) -> None:
-    """Guards the purpose, on a clock of the test's own with noise and stalls: within 5 % of the best fixed
-    budget (3 % on longer runs), for every builder and shape of the cost, the learning included."""
+    """Guards the purpose, with a noisy clock and stalls: within 5 % of the best fixed budget (3 % on longer
+    runs), for every builder and shape of the cost, the learning included."""
     machine = Machine(verify=STEPS[shape], **NOISY)
     fixed = [
         run(FixedBudget(nodes), Head(), machine, 250, grow=GROW[grow]).rate for nodes in (0, 1, 3, 7, 12, 24)
     ]
-    assert auto(Head(), machine, 400, grow=grow).rate > 0.95 * max(fixed)
+    assert auto(Head(), machine, 300, grow=grow).rate > 0.95 * max(fixed)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_useless_head_is_left_alone(batch: int) -> None:
     """Guards the floor: a head that is sure of itself and never right is drafted with for a few rounds, and
-    then in probes that get rarer; in the long run that costs less than 2 % of plain decoding."""
+    then in probes that get rarer; in the long run that costs less than 1 % of plain decoding."""
     machine = Machine(noise=0.1)
     log = auto(Head(right=False, sure=3.0), machine, 1500, batch)
-    assert sum(log.drafted[:40]) <= 12 and not all(log.drafted[:10])
-    assert sum(log.drafted[700:]) <= 5
-    late = Log(*(values[200:] for values in (log.drafted, log.nodes, log.tokens, log.seconds)))
-    plain = [
-        sum(machine.spent(RoundSize.plain([64] * batch), dice))
-        for dice in [random.Random(5)]
-        for _ in range(4000)
-    ]
-    assert late.rate > 0.98 * batch / (sum(plain) / len(plain))
+    assert sum(map(bool, log.drafted[:40])) <= 8 and not all(log.drafted[:10])
+    assert sum(map(bool, log.drafted[700:])) <= 5
+    assert log.rounds(200).rate > 0.99 * batch / machine.plain(batch)
 
 
 def test_a_head_that_becomes_useful_is_found_again() -> None:
@@ -69,8 +60,15 @@ def test_a_head_that_becomes_useful_is_found_again() -> None:
     budget = AdaptiveBudget(knowledge(machine))
     log = run(budget, Head(right=False), machine, 60)
     assert sum(log.drafted[-20:]) <= 4
-    log = run(budget, Head(), machine, 300)
+    log = run(budget, Head(), machine, 400)
     assert all(log.drafted[-50:])
+
+
+def test_what_pays_clearly_is_never_interrupted() -> None:
+    """Guards throughput: plain rounds for the sake of knowing their cost come only where it is close."""
+    assert all(auto(Head(sure=2.0), Machine(), 300).drafted[20:])
+    close = auto(Head(sure=-1.2), Machine(verify=lambda rows: 0.012 * max(1.0, rows / 4)), 300).drafted[20:]
+    assert 0 < close.count(0) < 60
 
 
 def test_a_perfect_head_grows() -> None:
@@ -118,6 +116,22 @@ def test_limits_and_cuts_are_kept(grow: str) -> None:
         assert len(set(shares)) == 3, "nodes go to where they are worth most, not to each the same number"
 
 
+def test_trees_of_another_rule_count_as_a_whole() -> None:
+    """Guards rejection sampling, whose trees come back uncut: what was accepted is compared with what all of
+    their nodes promised, or the head would seem better than it is."""
+    known = knowledge(Machine(draft=1e-3, verify=lambda rows: 0.006 + 0.006 * rows))
+    budget, head, members = AdaptiveBudget(known), Head(sure=1.0), sequences(1)
+    for _ in range(60):
+        (limit,) = budget.limits(members)
+        proposal, truth = head.draft()
+        tree = GROW["chain"](0, proposal, limit) if limit else Tree.root_only(0)
+        budget.cut(members, [tree])
+        budget.record(
+            members, [tree], [accepted(tree, truth)], Spent(0.001, 0.0005, 0.006 + 0.006 * tree.size, 0.0005)
+        )
+    assert known.prospect(False).trust < 1.2
+
+
 def test_a_request_that_may_emit_one_more_token_is_not_drafted_for() -> None:
     """Guards the end of a text: the bonus is all that fits."""
     budget = AdaptiveBudget(knowledge(Machine()))
@@ -128,26 +142,33 @@ def test_a_request_that_may_emit_one_more_token_is_not_drafted_for() -> None:
 
 
 def test_knowledge_is_shared_and_kinds_of_sampling_are_not_mixed() -> None:
-    """Guards what engines share, and that a poor speedup at one batch size is remembered at the next."""
+    """Guards what engines share, and that a poor draft at one batch size is remembered at the next."""
     known = knowledge(Machine())
     run(AdaptiveBudget(known), Head(right=False), Machine(), 40)
-    assert not known.situations[1, False].gain.drafting
+    assert known.prospect(False).trust < 0.6 and not known.prospect(True).gains
     log = run(AdaptiveBudget(known), Head(right=False), Machine(), 30, batch=4)
-    assert log.drafted[0] and sum(log.drafted) <= 4, "the first round of a new batch size is a probe"
+    assert sum(log.drafted) <= 3
     assert set(known.situations) == {(1, False), (3, False)}
 
 
-def test_speedups_outlive_the_process() -> None:
-    """Guards the next start with a useless head: it begins with a probe instead of learning all over."""
-    file = CostFile({"test": 1})
-    machine = Machine()
+def test_gains_outlive_the_process() -> None:
+    """Guards the next start: with a useless head it begins with a probe instead of learning all over, with a
+    good one it drafts at once."""
+    file, machine = CostFile({"test": 1}), Machine()
     known = Knowledge(Measurement(machine.model(), 1.0, False), file=file)
-    run(AdaptiveBudget(known), Head(right=False), machine, 40)
+    run(AdaptiveBudget(known), Head(right=False), machine, 60)
     known.keep()
     kept = file.load()
-    assert kept is not None and kept.speedups["1 greedy"] < 1.0
-    again = Knowledge(Measurement(kept.cost, 1.0, False), speedups=kept.speedups)
-    assert sum(run(AdaptiveBudget(again), Head(right=False), machine, 60).drafted) <= 5
+    assert kept is not None and max(kept.gains["greedy"]) < 0.5
+    again = Knowledge(Measurement(kept.cost, 1.0, False), gains=kept.gains)
+    assert sum(run(AdaptiveBudget(again), Head(right=False), machine, 60).drafted) <= 4
+    known = Knowledge(Measurement(machine.model(), 1.0, False), file=file)
+    run(AdaptiveBudget(known), Head(), machine, 60)
+    known.keep()
+    kept = file.load()
+    assert kept is not None
+    again = Knowledge(Measurement(kept.cost, 1.0, False), gains=kept.gains)
+    assert all(run(AdaptiveBudget(again), Head(), machine, 20).drafted)
 
 
 def test_a_machine_that_no_longer_fits_is_measured_again() -> None:
@@ -179,7 +200,7 @@ def test_without_a_calibration_maps_are_fitted_on_the_way() -> None:
     as well as with those of a calibration."""
     machine = Machine(verify=STEPS["steep"])
     known = knowledge(machine)
-    run(AdaptiveBudget(known), Head(boast=0.3), machine, 300)
+    run(AdaptiveBudget(known), Head(boast=0.3), machine, 20)
     assert known.calibration.knots
     given = Calibration({Group(False, True, 0): [Knot(-3.0, -3.0, 9)]})
     fixed = knowledge(machine, calibration=given)

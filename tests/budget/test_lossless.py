@@ -57,7 +57,7 @@ class Whim:
             for node in range(1, tree.size):
                 values.append(min(values[tree.parents[node]], self._dice.random() ** 0.5))
             _, _, nodes = rank([values])
-            found.append(keep(tree, sorted(nodes[: self._dice.randrange(tree.size)].tolist())))
+            found.append(keep(tree, sorted(nodes[: self._dice.randrange(tree.size)])))
         return found
 
     def record(
@@ -111,7 +111,7 @@ def test_the_law_of_the_output_does_not_depend_on_the_policy() -> None:
             tokens: list[int] = []
             while len(tokens) < 2:
                 # The first round verifies the best nodes, the second is plain decoding.
-                kept = sorted(nodes[:policy].tolist()) if not tokens else []
+                kept = sorted(nodes[:policy]) if not tokens else []
                 tokens += _emit(keep(grown, kept), draws, tuple(tokens))
             emitted[tokens[0], tokens[1]] += weight
         for first in range(3):

@@ -26,9 +26,9 @@ def test_a_file_comes_back(cost_folder: Path) -> None:
     """Guards keeping: the next process finds what this one measured, and nothing else is left behind."""
     file = CostFile(FACTS)
     assert file.load() is None
-    assert file.save(Machine().model(), {"1 greedy": 1.5})
+    assert file.save(Machine().model(), {"greedy": [0.5, 0.25]})
     kept = file.load()
-    assert kept is not None and kept.speedups == {"1 greedy": 1.5}
+    assert kept is not None and kept.gains == {"greedy": [0.5, 0.25]}
     assert kept.cost.verify.at(1) == pytest.approx(Machine().model().verify.at(1))
     assert [path.name for path in cost_folder.iterdir()] == [file.path.name]
     file.remove()

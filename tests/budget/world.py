@@ -7,11 +7,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from jetspec.budget.base import Budget, Spent
-from jetspec.budget.cost import CostModel, Curve, RoundSize
+from jetspec.budget.cost import CostModel, RoundSize
+from jetspec.budget.curve import Curve
+from jetspec.budget.profile import _HALVINGS, _ROWS, _WIDE, halfway
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.tree import GROW, Grow, MarginalProposal, Tree
@@ -69,29 +72,44 @@ class Machine:
     def model(self, wrong: float = 0.0) -> CostModel:
         """What a measurement would give; `wrong` is the spread of its errors, in logs."""
         dice = random.Random(self.seed)
-        sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+        def measured(rows: int) -> float:
+            return self.verify(rows) * math.exp(wrong * dice.gauss(0, 1))
+
+        verify = {rows: measured(rows) for rows in (*_ROWS, *_WIDE)}
+        for _ in range(_HALVINGS):
+            if rows := halfway(verify):
+                verify[rows] = measured(rows)
         return CostModel(
-            Curve.through(
-                {n: self.draft * (0.6 + 0.4 * n) * math.exp(wrong * dice.gauss(0, 1)) for n in (1, 4)}
-            ),
-            Curve.through({0: 1e-4, 32: 6e-4}),
-            Curve.through({n: self.verify(n) * math.exp(wrong * dice.gauss(0, 1)) for n in sizes}),
-            Curve.through({1: 3e-4, 4: 9e-4}),
+            Curve({n: self.draft * (0.6 + 0.4 * n) * math.exp(wrong * dice.gauss(0, 1)) for n in (1, 4, 16)}),
+            Curve({0: 1e-4, 32: 6e-4}),
+            Curve(verify),
+            Curve({1: 3e-4, 4: 9e-4}),
         )
+
+    def expected(self, size: RoundSize) -> Spent:
+        """What one round takes without noise."""
+        draft = self.draft * (0.6 + 0.4 * size.drafts) if size.drafts else 0.0
+        build, commit = 1e-4 + 1.6e-5 * size.grown, 1e-4 + 2e-4 * size.sequences
+        return Spent(draft, build, self.verify(size.rows), commit)
 
     def spent(self, size: RoundSize, dice: random.Random) -> Spent:
         """What one round takes."""
         factor = math.exp(self.noise * dice.gauss(0, 1)) * (10.0 if dice.random() < self.stalls else 1.0)
-        draft = self.draft * (0.6 + 0.4 * size.drafts) if size.drafts else 0.0
-        build, commit = 1e-4 + 1.6e-5 * size.grown, 1e-4 + 2e-4 * size.sequences
-        return Spent(*(factor * value for value in (draft, build, self.verify(size.rows), commit)))
+        return Spent(*(factor * value for value in self.expected(size)))
+
+    def plain(self, batch: int) -> float:
+        """Seconds of a round of plain decoding, without noise."""
+        return sum(self.expected(RoundSize.plain([64] * batch)))
 
 
 @dataclass
 class Log:
-    """What happened: per round whether it drafted, nodes verified, tokens emitted, seconds."""
+    """What happened: per round sequences drafted for, nodes verified, tokens emitted, and seconds. The
+    seconds are those without noise, so that a few hundred rounds are enough to compare policies to a percent.
+    """
 
-    drafted: list[bool] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -100,6 +118,11 @@ class Log:
     def rate(self) -> float:
         """Tokens per second."""
         return sum(self.tokens) / sum(self.seconds)
+
+    def rounds(self, first: int, last: int | None = None) -> Log:
+        """A part of it."""
+        part = slice(first, last)
+        return Log(self.drafted[part], self.nodes[part], self.tokens[part], self.seconds[part])
 
 
 def sequences(count: int, sampling: Sampling | None = None) -> list[Sequence]:
@@ -115,36 +138,70 @@ def accepted(tree: Tree, truth: list[int]) -> list[int]:
 
 def run(
     budget: Budget,
-    head: Head,
+    heads: Head | Many[Head],
     machine: Machine,
     rounds: int,
     batch: int = 1,
     grow: Grow = GROW["best-first"],
-    log: Log | None = None,
+    members: Many[Sequence] = (),
 ) -> Log:
-    """Rounds of a policy in this world."""
-    log = log if log is not None else Log()
-    dice = random.Random(head.seed + 1)
-    members = sequences(batch)
+    """Rounds of a policy in this world. One head drafts for all, or each sequence has its own."""
+    log = Log()
+    members = members or sequences(batch)
+    own = [heads] * len(members) if isinstance(heads, Head) else list(heads)
+    dice = random.Random(own[0].seed + 1)
     for _ in range(rounds):
         limits = budget.limits(members)
-        drafts = [head.draft() for _ in members]
+        floor: float = getattr(budget, "floor", -math.inf)
+        drafts = [head.draft() if limit else None for head, limit in zip(own, limits, strict=True)]
         grown = [
-            grow(0, proposal, limit) if limit else Tree.root_only(0)
-            for (proposal, _), limit in zip(drafts, limits, strict=True)
+            Tree.root_only(0) if draft is None else grow(0, draft[0], limit, floor=floor)
+            for draft, limit in zip(drafts, limits, strict=True)
         ]
         trees = budget.cut(members, grown)
-        paths = [accepted(tree, truth) for tree, (_, truth) in zip(trees, drafts, strict=True)]
+        paths = [
+            [0] if draft is None else accepted(tree, draft[1])
+            for tree, draft in zip(trees, drafts, strict=True)
+        ]
         rows = sum(tree.size for tree in trees)
-        grown_nodes, drafts = sum(tree.budget for tree in grown), sum(limit > 0 for limit in limits)
-        size = RoundSize(batch, drafts, grown_nodes, rows, 64 * batch, 64 * rows)
-        spent = machine.spent(size, dice)
-        budget.record(members, trees, paths, spent)
-        log.drafted.append(drafts > 0)
-        log.nodes.append(rows - batch)
+        size = RoundSize(
+            len(members),
+            sum(limit > 0 for limit in limits),
+            sum(tree.budget for tree in grown),
+            rows,
+            64 * len(members),
+            64 * rows,
+        )
+        budget.record(members, trees, paths, machine.spent(size, dice))
+        log.drafted.append(size.drafts)
+        log.nodes.append(rows - len(members))
         log.tokens.append(sum(map(len, paths)))
-        log.seconds.append(sum(spent))
+        log.seconds.append(sum(machine.expected(size)))
     return log
+
+
+def fixed_rates(
+    heads: Head | Many[Head], machine: Machine, rounds: int, batch: int, budgets: Many[int]
+) -> dict[int, float]:
+    """Tokens per second of fixed budgets, best-first: growing once to the largest gives all of them."""
+    own = [heads] * batch if isinstance(heads, Head) else list(heads)
+    tokens = dict.fromkeys(budgets, 0)
+    for _ in range(rounds):
+        for head in own:
+            proposal, truth = head.draft()
+            path = accepted(GROW["best-first"](0, proposal, max(budgets)), truth)
+            for nodes in budgets:
+                tokens[nodes] += sum(node <= nodes for node in path)
+    return {
+        nodes: tokens[nodes]
+        / rounds
+        / sum(
+            machine.expected(
+                RoundSize(batch, batch * (nodes > 0), batch * nodes, batch * (nodes + 1), 64 * batch, 0)
+            )
+        )
+        for nodes in budgets
+    }
 
 
 def fake(**values: Any) -> Any:

@@ -4,7 +4,7 @@ Expected tokens come from the draft's path probabilities, calibrated and correct
 lately; seconds come from the measured cost of a round. Over the whole batch the nodes are taken in the order
 of their chances, and the number of nodes is chosen that earns the most (CaDDTree, arXiv 2606.01813, for one
 request and a convex cost; DSpark, arXiv 2607.05147, for a batch of chains). No node is a valid number. Where
-drafting does not pay at all, it stops, but for probes.
+drafting does not pay at all, it stops, but for probes. What trying out may lose is limited by a credit.
 
 The policy reads drafts, times and past outcomes, and decides how long a round takes. It cannot decide what is
 emitted: every emitted token is the target's own pick at the committed prefix, whatever was verified.
@@ -12,151 +12,214 @@ emitted: every emitted token is the target's own pick at the committed prefix, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
-from typing import NamedTuple
-
-import numpy as np
 
 from jetspec.budget.base import Spent
 from jetspec.budget.calibrate import chances
+from jetspec.budget.choice import PROBE_GROWN, choose, worth_drafting
 from jetspec.budget.cost import RoundSize
+from jetspec.budget.count import how_many
 from jetspec.budget.fixed import MAX_BUDGET
-from jetspec.budget.knowledge import CAREFUL, LEAST_REACH, Knowledge, Situation
-from jetspec.budget.plan import best_count, keep, rank
+from jetspec.budget.knowledge import Knowledge
+from jetspec.budget.members import Members
+from jetspec.budget.outlook import MOST_ROWS, Forecaster
+from jetspec.budget.plan import Ranking, keep, rank
+from jetspec.budget.prospect import FIRST, MOST
+from jetspec.budget.turn import MOST_REACH, TRIALS, Turn
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
 
-_MOST_NODES = 256  # grown per sequence
-_BATCH_NODES = 2048  # grown in all
-_PROBE_NODES = 4  # verified in a probe at least, whatever they promise: it is there to learn
-
-
-class _Round(NamedTuple):
-    """What was decided in the round under way."""
-
-    situation: Situation
-    contexts: list[int]
-    drafts: list[bool]  # for whom is drafted
-    grown: int
-    gain: float  # expected tokens beyond one per sequence
-
 
 class AdaptiveBudget:
-    """The policy of one engine; see the module's docstring."""
+    """The policy of one engine; see the module's docstring.
+
+    floor     log-prob of a path below which nothing need be grown in this round
+    """
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
-        self._round: _Round | None = None
-        self._probes = 0
+        self.floor = -math.inf
+        self._turn: Turn | None = None
+        self._members = Members()
+        self._forecaster = Forecaster()
 
     def limits(self, sequences: Many[Sequence]) -> list[int]:
-        """0 for all where drafting does not pay, else the same for all, a little more than is likely to be
-        kept. A probe drafts for a quarter of a large batch, for others each time.
+        """0 for whom drafting does not pay, else the same for all, a little more than is likely to be
+        kept.
         """
-        situation = self.knowledge.situation(sequences)
-        count = len(sequences)
-        drafts = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
-        if not situation.gain.wants_draft():
-            drafts = [False] * count
-        elif not situation.gain.drafting:
-            self._probes += 1
-            step = CAREFUL if count >= CAREFUL else 1
-            drafts = [able and (n + self._probes) % step == 0 for n, able in enumerate(drafts)]
-        self._round = _Round(situation, [s.position for s in sequences], drafts, 0, 0.0)
-        limit = min(int(situation.reach), _MOST_NODES, MAX_BUDGET, max(1, _BATCH_NODES // count))
-        return [limit * drafted for drafted in drafts]
+        known, count, forecaster = self.knowledge, len(sequences), self._forecaster
+        sampled = 2 * sum([not s.sampling.greedy for s in sequences]) > count
+        prospect = known.prospect(sampled)
+        contexts = [s.position for s in sequences]
+        members, changed = self._members.of(sequences)
+        plain = known.cost.plain(contexts)
+        forecaster.meet(count, sampled, changed)
+        forecaster.look(known.cost, prospect, contexts, plain, members)
+        outlook = forecaster.outlook
+        turn = self._turn = Turn(
+            prospect,
+            known.situation(count, sampled, outlook.nodes),
+            outlook,
+            prospect.yields * outlook.speedup,
+            contexts,
+            plain,
+            members,
+            drafts=[False] * count,
+            extra=[False] * count,
+        )
+        able = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
+        choose(turn, known.cost, forecaster.hoped, able)
+        reach = self._reach(turn)
+        limit = max(1, min(int(reach), MAX_BUDGET, MOST_ROWS // count))
+        return [limit * drafted for drafted in turn.drafts]
+
+    def _reach(self, turn: Turn) -> float:
+        """Nodes to grow per tree. Sets the floor."""
+        nodes, situation = turn.outlook.nodes, turn.situation
+        if turn.kind == "plain":
+            return 0.0
+        if turn.kind == "probe":
+            self.floor = -math.inf
+            return max(situation.reach, PROBE_GROWN, 1.5 * nodes)
+        situation.widen(nodes)
+        reach, self.floor = situation.limits(nodes, turn.explores)
+        return min(reach, self._forecaster.reach, MOST_REACH)
 
     def cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
         """The nodes that pay, over the whole batch."""
-        now = self._round
-        assert now is not None and len(now.contexts) == len(trees), "limits() comes first"
-        grown = sum(tree.budget for tree in trees)
-        if not grown:
+        turn = self._turn
+        assert turn is not None and len(turn.contexts) == len(trees), "limits() comes first"
+        turn.expected = [0.0] * len(trees)
+        turn.grown = sum([len(tree.tokens) for tree in trees]) - len(trees)
+        if not turn.grown:
             return list(trees)
-        known = self.knowledge
-        kinds = [not s.sampling.greedy for s in sequences]
-        stated = [
-            chances(known.calibration, tree, kind, known.correction.ratios(kind))
-            for tree, kind in zip(trees, kinds, strict=True)
+        known, common = self.knowledge, turn.prospect.trust
+        factors = [member.trust(common) for member in turn.members]
+        stated = turn.stated = [
+            chances(known.calibration, tree, kind, known.correction.ratios(kind), factor)
+            for tree, kind, factor in zip(
+                trees, [not s.sampling.greedy for s in sequences], factors, strict=True
+            )
         ]
-        gains, owners, nodes = rank(stated)
-        count = self._count(gains, np.array(now.contexts)[owners], now, grown)
+        ranking = rank(stated)
+        if turn.learns:
+            _see(turn, len(trees), ranking, factors)
+        count = how_many(turn, known.cost, ranking)
         kept: list[list[int]] = [[] for _ in trees]
-        for owner, node in zip(owners[:count].tolist(), nodes[:count].tolist(), strict=True):
+        for owner, node in zip(ranking.owners[:count], ranking.nodes[:count], strict=True):
             kept[owner].append(node)
-        cut = [keep(tree, sorted(own)) for tree, own in zip(trees, kept, strict=True)]
-        self._round = now._replace(grown=grown, gain=float(gains[:count].sum()))
-        self._move_reach(now.situation, trees, int(nodes[:count].max(initial=0)))
-        return cut
-
-    def _count(self, gains: np.ndarray, contexts: np.ndarray, now: _Round, grown: int) -> int:
-        """How many of the ranked nodes to verify. contexts [n]: committed tokens before each."""
-        cost, batch = self.knowledge.cost, len(now.contexts)
-        base = RoundSize.plain(now.contexts)._replace(drafts=sum(now.drafts), grown=grown)
-        rows = batch + np.arange(len(gains) + 1, dtype=np.float64)
-        further = np.concatenate([[0.0], np.cumsum(contexts)]) * cost.row_context
-        seconds = cost.seconds(base) - cost.verify.at(batch) + cost.verify.along(rows) + further
-        gain = now.situation.gain
-        rate = None
-        if gain.speedup is not None:
-            rate = max(1.0, gain.speedup) * batch / cost.plain(now.contexts)
-        count = best_count(gains, seconds, batch, rate)
-        if not gain.drafting:
-            count = max(count, min(len(gains), _PROBE_NODES))
-        return count
-
-    @staticmethod
-    def _move_reach(situation: Situation, grown: Many[Tree], last: int) -> None:
-        """Grow more next time if nodes were kept right up to where the limit had stopped a tree, else less.
-        `last` is the last node that was kept of any tree.
-        """
-        limit = int(situation.reach)
-        if last >= 0.9 * limit and any(tree.budget >= limit for tree in grown):
-            situation.reach = min(_MOST_NODES, 1.5 * situation.reach + 1.0)
-        else:
-            situation.reach = max(0.95 * situation.reach, 1.25 * last + 2.0, LEAST_REACH)
+        for owner, own in enumerate(kept):
+            own.sort()
+            values = stated[owner]
+            turn.expected[owner] = sum([values[node] for node in own])
+        turn.rows = len(trees) + count
+        if turn.kind != "probe":
+            turn.situation.move(trees, kept)
+        return [keep(tree, own) for tree, own in zip(trees, kept, strict=True)]
 
     def record(
         self, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]], spent: Spent
     ) -> None:
         """Learn from the outcome: chances, costs, and whether drafting pays."""
-        now, known = self._round, self.knowledge
-        assert now is not None, "limits() comes first"
-        self._round = None
-        for s, tree, path in zip(sequences, trees, paths, strict=True):
-            known.observe(tree, path, not s.sampling.greedy)
+        turn, known = self._turn, self.knowledge
+        assert turn is not None, "limits() comes first"
+        self._turn = None
+        rows = [len(tree.tokens) for tree in trees]
         size = RoundSize(
             len(trees),
-            sum(now.drafts),
-            now.grown,
-            rows=sum(tree.size for tree in trees),
-            context=sum(now.contexts),
-            row_context=sum(tree.size * context for tree, context in zip(trees, now.contexts, strict=True)),
+            sum(turn.drafts),
+            turn.grown,
+            rows=sum(rows),
+            context=sum(turn.contexts),
+            row_context=sum([count * context for count, context in zip(rows, turn.contexts, strict=True)]),
         )
-        self._judge(now, size, paths)
-        known.learn(size, spent)
+        if turn.grown and size.rows != turn.rows:
+            _expect_uncut(turn, trees)
+        if size.drafts:
+            self._count_outcomes(turn, sequences, trees, paths)
+            self._judge(turn, size, sum([len(path) for path in paths]) - len(paths))
+        else:
+            turn.prospect.wait()
+            turn.prospect.pay(1.0, 0.0)
+        if turn.learns:
+            known.learn(size, spent)
+        if turn.allowed is not None:
+            turn.prospect.pay(0.0, max(0.0, known.cost.verify.at(size.rows) - turn.allowed) / turn.plain)
 
-    def _judge(self, now: _Round, size: RoundSize, paths: Many[Many[int]]) -> None:
-        """Count the round for or against drafting. One that drafted for a part of the batch counts as if it
-        had done the same for all.
-        """
-        gain, cost = now.situation.gain, self.knowledge.cost
-        if not size.drafts:
-            gain.plain()
+    def _count_outcomes(
+        self, turn: Turn, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]]
+    ) -> None:
+        """What was accepted, against what was expected."""
+        prospect, probe = turn.prospect, turn.kind == "probe"
+        if probe:
+            prospect.forget()
+        common = prospect.trust
+        for n, tree in enumerate(trees):
+            member, extra = turn.members[n], turn.extra[n]
+            if turn.drafts[n] and not probe:
+                member.looked_at(not extra)
+            if len(tree.tokens) == 1:
+                continue
+            accepted, stated = len(paths[n]) - 1, turn.expected[n] / member.trust(common)
+            if turn.learns and member.typical(common):
+                self.knowledge.observe(tree, paths[n], not sequences[n].sampling.greedy)
+            if not extra:
+                prospect.count(accepted, stated, tree.budget)
+            member.count(accepted, stated, probe or extra)
+
+    def _judge(self, turn: Turn, size: RoundSize, accepted: int) -> None:
+        """Count the round for or against drafting."""
+        prospect, situation, batch = turn.prospect, turn.situation, size.sequences
+        cost = self.knowledge.cost.seconds(size) / turn.plain
+        # What was expected scatters less, what came has no bias.
+        speedup = (batch + 0.5 * (accepted + sum(turn.expected))) / (batch * cost)
+        if turn.kind == "draft":
+            prospect.pay(cost, (1.0 - speedup) * cost)
+            self._forecaster.hurry(2 if situation.trials < 4 * TRIALS else 0)
+        else:
+            prospect.pay(cost, cost - 1.0 - accepted / batch)
+            self._forecaster.hurry()
+        if turn.kind == "probe":
+            self._end_probe(turn, accepted, cost)
             return
-        share = size.sequences / size.drafts
-        whole = RoundSize(
-            size.sequences,
-            size.sequences,
-            round(share * size.grown),
-            round(size.sequences + share * (size.rows - size.sequences)),
-            size.context,
-            round(size.context + share * (size.row_context - size.context)),
-        )
-        accepted = sum(len(path) - 1 for path, drafted in zip(paths, now.drafts, strict=True) if drafted)
-        gain.drafted(
-            expected=1.0 + now.gain / size.drafts,
-            emitted=1.0 + accepted / size.drafts,
-            cost=cost.seconds(whole) / cost.plain(now.contexts),
-            trees=size.drafts,
-        )
+        prospect.earn(speedup, cost, max(turn.outlook.speedup, 1e-3))
+        situation.trials += 1
+        turn.forecast = prospect.yields * turn.outlook.speedup
+        if not worth_drafting(turn):
+            situation.trials = 0
+            prospect.stop()
+            self._forecaster.hurry()
+
+    def _end_probe(self, turn: Turn, accepted: int, cost: float) -> None:
+        """A probe that promises something, or that has paid for itself, is followed by another one."""
+        prospect, forecaster = turn.prospect, self._forecaster
+        forecaster.look(self.knowledge.cost, prospect, turn.contexts, turn.plain, turn.members)
+        promising = prospect.yields * forecaster.outlook.speedup >= 1.0
+        prospect.probed(promising or 1.0 + accepted / len(turn.contexts) >= cost)
+        turn.situation.trials = 0
+
+
+def _see(turn: Turn, count: int, ranking: Ranking, factors: list[float]) -> None:
+    """Take down the gains of every tree, as they are without its sequence's factor."""
+    prospect, probe = turn.prospect, turn.kind == "probe"
+    by_tree: list[list[float]]
+    if count == 1:
+        by_tree = [ranking.gains]
+    else:
+        by_tree = [[] for _ in range(count)]
+        for owner, gain in zip(ranking.owners, ranking.gains, strict=True):
+            by_tree[owner].append(gain)
+    for member, gains, factor, extra in zip(turn.members, by_tree, factors, turn.extra, strict=True):
+        if gains:
+            own = [gain / factor for gain in gains[:MOST]]
+            member.see(own, prospect.first or sum(own[:FIRST]))
+            if not extra:
+                prospect.see(own, not probe and len(gains) < int(turn.situation.reach), probe)
+
+
+def _expect_uncut(turn: Turn, trees: Many[Tree]) -> None:
+    """Trees that another rule verifies are never cut, so all of their nodes may be accepted."""
+    for n, (tree, stated) in enumerate(zip(trees, turn.stated, strict=True)):
+        if len(tree.tokens) == len(stated):
+            turn.expected[n] = sum(stated[1:])

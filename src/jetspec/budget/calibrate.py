@@ -53,15 +53,20 @@ class Calibration:
 
     def __init__(self, knots: Mapping[Group, Many[Knot]] | None = None) -> None:
         self.knots = {group: tuple(points) for group, points in (knots or {}).items() if points}
-        self._tables: dict[Group, list[float]] = {}
+        self._tables: list[list[list[float]]] = [[], [], [], []]  # [sampled and spine][depth]
 
     def table(self, group: Group) -> list[float]:
         """Chances at stated log-probs 0, -1/STEPS, ..., -LAST/STEPS. A depth without knots of its own uses
         those of all depths, and a kind of sampling without any those of the other kind.
         """
-        if group not in self._tables:
-            self._tables[group] = _tabulate(self._points(group))
-        return self._tables[group]
+        return self.tables(group.sampled, group.spine, group.depth)[group.depth]
+
+    def tables(self, sampled: bool, spine: bool, depth: int) -> list[list[float]]:
+        """The tables of depths 0 to at least `depth`."""
+        found = self._tables[2 * sampled + spine]
+        while len(found) <= depth:
+            found.append(tabulate(self._points(Group(sampled, spine, len(found)))))
+        return found
 
     def without_sampled(self) -> Calibration:
         """The maps of greedy decoding alone."""
@@ -76,7 +81,8 @@ class Calibration:
         return ()
 
 
-def _tabulate(points: Many[Knot]) -> list[float]:
+def tabulate(points: Many[Knot]) -> list[float]:
+    """Chances at stated log-probs 0, -1/STEPS, ...; without points the head's own word."""
     stated = -np.arange(LAST + 1) / STEPS
     if not points:
         return np.exp(stated).tolist()
@@ -87,13 +93,19 @@ def _tabulate(points: Many[Knot]) -> list[float]:
 
 def spines(tree: Tree) -> list[bool]:
     """Per node whether all its ancestors are first children."""
-    line = [True]  # whether a node and all its ancestors are first children
-    opened = [False] * tree.size
-    found = [True]
-    for parent in tree.parents[1:]:
-        found.append(line[parent])
-        line.append(line[parent] and not opened[parent])
-        opened[parent] = True
+    parents = tree.parents
+    size = len(parents)
+    line = [True] * size  # whether a node and all its ancestors are first children
+    opened = [False] * size
+    found = [True] * size
+    for node in range(1, size):
+        parent = parents[node]
+        found[node] = spine = line[parent]
+        if opened[parent]:
+            line[node] = False
+        else:
+            line[node] = spine
+            opened[parent] = True
     return found
 
 
@@ -104,28 +116,43 @@ class Ratios(NamedTuple):
     off: Many[float]
 
 
-def chances(calibration: Calibration, tree: Tree, sampled: bool, ratios: Ratios | None = None) -> list[float]:
+def chances(
+    calibration: Calibration,
+    tree: Tree,
+    sampled: bool,
+    ratios: Ratios | None = None,
+    factor: float = 1.0,
+) -> list[float]:
     """The chance of acceptance per node, 1.0 for the root, never above the parent's: the best nodes by it
     form a tree, if ties are broken by the nodes' order.
+
+    factor: what all of them are multiplied with besides.
     """
-    found = [1.0]
-    parents, depths, logps = tree.parents, tree.depths, tree.logps
-    tables: dict[tuple[bool, int], tuple[list[float], float]] = {}
-    for node, spine in enumerate(spines(tree)):
-        if not node:
-            continue
-        depth, above = depths[node], found[parents[node]]
-        known = tables.get((spine, depth))
-        if known is None:
-            ratio = 1.0
-            if ratios is not None:
-                own = ratios.spine if spine else ratios.off
-                ratio = own[min(depth, len(own) - 1)]
-            known = tables[spine, depth] = (calibration.table(Group(sampled, spine, depth)), ratio)
+    size, parents, depths, logps = len(tree.tokens), tree.parents, tree.depths, tree.logps
+    deepest = max(depths)
+    tables = (calibration.tables(sampled, False, deepest), calibration.tables(sampled, True, deepest))
+    by_depth = _NO_RATIOS if ratios is None else (ratios.off, ratios.spine)
+    last = len(by_depth[0]) - 1
+    found = [1.0] * size
+    line = [True] * size  # as in `spines`
+    opened = [False] * size
+    for node in range(1, size):
+        parent, depth = parents[node], depths[node]
+        spine = line[parent]
+        if opened[parent]:
+            line[node] = False
+        else:
+            line[node] = spine
+            opened[parent] = True
         place = int(0.5 - STEPS * logps[node])
-        value = known[0][place if place < LAST else LAST] * known[1]
-        found.append(value if value < above else above)
+        value = tables[spine][depth][place if place < LAST else LAST]
+        value *= by_depth[spine][depth if depth < last else last] * factor
+        above = found[parent]
+        found[node] = value if value < above else above
     return found
+
+
+_NO_RATIOS = ((1.0,), (1.0,))
 
 
 class Sample(NamedTuple):
@@ -141,6 +168,16 @@ def fit(samples: Iterable[Sample]) -> Calibration:
     """Maps from verified trees: per group, bins of equal counts along the stated log-prob, their share of
     accepted nodes, made monotone. A bin leans on the group of all depths, and that one on the head's word.
     """
+    nodes = by_group(samples)
+    knots: dict[Group, list[Knot]] = {}
+    for group in sorted(nodes):  # depth 0 first
+        wider = tabulate(knots.get(Group(group.sampled, group.spine, 0), ()))
+        knots[group] = _fit_group(nodes[group], wider)
+    return Calibration(knots)
+
+
+def by_group(samples: Iterable[Sample]) -> dict[Group, list[tuple[float, bool]]]:
+    """Stated log-prob and outcome of every drafted node, by group and in the group of all depths."""
     nodes: dict[Group, list[tuple[float, bool]]] = {}
     for sample in samples:
         kept = set(sample.path)
@@ -150,11 +187,7 @@ def fit(samples: Iterable[Sample]) -> Calibration:
                 pair = (tree.logps[node], node in kept)
                 for depth in (0, tree.depths[node]):
                     nodes.setdefault(Group(sample.sampled, spine, depth), []).append(pair)
-    knots: dict[Group, list[Knot]] = {}
-    for group in sorted(nodes):  # depth 0 first
-        wider = _tabulate(knots.get(Group(group.sampled, group.spine, 0), ()))
-        knots[group] = _fit_group(nodes[group], wider)
-    return Calibration(knots)
+    return nodes
 
 
 def _fit_group(nodes: list[tuple[float, bool]], wider: list[float]) -> list[Knot]:

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from jetspec.tree import Tree
 
-Floats = npt.NDArray[np.float64]
 
-
-def rank(chances: Many[Many[float]]) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+class Ranking(NamedTuple):
     """All drafted nodes of a batch, the most probable first: their chances, and of each the number of its
-    tree and its node. Nodes of one tree with equal chances keep their order, so that every beginning of the
-    ranking holds the parents of its nodes.
+    tree and its node.
+    """
+
+    gains: list[float]
+    owners: list[int]
+    nodes: list[int]
+
+
+def rank(chances: Many[Many[float]]) -> Ranking:
+    """Nodes of one tree with equal chances keep their order, so that every beginning of the ranking holds the
+    parents of its nodes.
 
     chances: [B][nodes], roots included, never above the parent's.
     """
-    flat = np.concatenate([np.asarray(own[1:], dtype=np.float64) for own in chances])
-    owner = np.repeat(np.arange(len(chances)), [len(own) - 1 for own in chances])
-    node = np.concatenate([np.arange(1, len(own)) for own in chances])
-    order = np.argsort(-flat, kind="stable")
-    return flat[order], owner[order], node[order]
+    if len(chances) == 1:
+        own = chances[0]
+        alone = sorted(range(1, len(own)), key=own.__getitem__, reverse=True)  # stable in reverse as well
+        return Ranking([own[node] for node in alone], [0] * len(alone), alone)
+    flat: list[float] = []
+    owners: list[int] = []
+    nodes: list[int] = []
+    for owner, own in enumerate(chances):
+        flat += own[1:]
+        owners += [owner] * (len(own) - 1)
+        nodes += range(1, len(own))
+    order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)
+    return Ranking([flat[n] for n in order], [owners[n] for n in order], [nodes[n] for n in order])
 
 
-def best_count(gains: Floats, seconds: Floats, least: float, rate: float | None = None) -> int:
+def best_count(gains: Many[float], seconds: Many[float], least: float, rate: float | None = None) -> int:
     """How many of the ranked nodes to keep; the smallest of equally good numbers.
 
     All numbers are compared. Costs may have steps, and then the first number that does not pay is not the
@@ -40,9 +53,21 @@ def best_count(gains: Floats, seconds: Floats, least: float, rate: float | None 
             come will earn, maximises tokens - rate * seconds: the choice that is best in the long run, where
             a round of a good draft may be longer than one of a poor draft.
     """
-    tokens = least + np.concatenate([[0.0], np.cumsum(gains)])
-    worth = tokens / seconds if rate is None else tokens - rate * seconds
-    return int(np.argmax(worth))
+    best, tokens = 0, least
+    if rate is None:
+        most = least / seconds[0]
+        for count, gain in enumerate(gains, start=1):
+            tokens += gain
+            if tokens / seconds[count] > most:
+                best, most = count, tokens / seconds[count]
+        return best
+    most = least - rate * seconds[0]
+    for count, gain in enumerate(gains, start=1):
+        tokens += gain
+        worth = tokens - rate * seconds[count]
+        if worth > most:
+            best, most = count, worth
+    return best
 
 
 def keep(tree: Tree, nodes: Many[int]) -> Tree:
@@ -53,8 +78,8 @@ def keep(tree: Tree, nodes: Many[int]) -> Tree:
     place = {0: 0, **{node: number for number, node in enumerate(nodes, start=1)}}
     kept = [0, *nodes]
     return Tree(
-        tokens=tuple(tree.tokens[node] for node in kept),
-        parents=(-1, *(place[tree.parents[node]] for node in nodes)),
-        depths=tuple(tree.depths[node] for node in kept),
-        logps=tuple(tree.logps[node] for node in kept),
+        tokens=tuple([tree.tokens[node] for node in kept]),
+        parents=(-1, *[place[tree.parents[node]] for node in nodes]),
+        depths=tuple([tree.depths[node] for node in kept]),
+        logps=tuple([tree.logps[node] for node in kept]),
     )

@@ -7,14 +7,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import torch
 
-from jetspec.budget.cost import CostModel, Curve
+from jetspec.budget.cost import CostModel
+from jetspec.budget.curve import Curve
 from jetspec.draft.base import Drafter
 from jetspec.sampling import Sampling, pick_tokens
 from jetspec.sequence import Limits, Sequence
@@ -22,11 +23,17 @@ from jetspec.target.plan import pack
 from jetspec.target.target import Target
 from jetspec.tree import Grow, Tree
 
-SECONDS = 2.5
+SECONDS = 2.4
 _PASSES = 9
 _BATCH = 4
+_MANY = 16  # sequences drafted for at once, at most
 _SOME = 16  # rows at which context and batch are told apart
 _ROWS = (1, 16, 8, 4, 32, 2, 12, 24, 6, 48, 3, 64)  # in the order in which they matter
+_WIDE = (96, 128, 192, 256)  # for batches
+_CLOSER = 0.2  # of the time for these and for finding steps, on top
+_HALVINGS = 8  # sizes looked at to find where the cost jumps
+_JUMP = 1.2  # from one measured size to the next, from which on there may be a step between them
+_TWICE = 2  # samples of these sizes
 _GROWN = (8, 32, 0)
 _CONTEXT, _LONG = 64, 512  # committed tokens
 _MARGIN = 16  # positions behind them that trees may reach
@@ -37,7 +44,14 @@ _JOBS = (
     *_NEEDED,
     *(("verify", rows) for rows in _ROWS if rows not in (1, _SOME)),
     *(("build", grown) for grown in _GROWN if grown != 8),
-    *(("draft", _BATCH), ("long", 1), ("long", _SOME), ("batch", _SOME), ("commit", _BATCH)),
+    *(
+        ("draft", _BATCH),
+        ("draft", _MANY),
+        ("long", 1),
+        ("long", _SOME),
+        ("batch", _SOME),
+        ("commit", _BATCH),
+    ),
 )
 _NOISY = 1.25  # median / fastest sample, from which on a measurement does not deserve to be kept
 
@@ -62,7 +76,7 @@ def measure(target: Target, drafter: Drafter, grow: Grow, seconds: float = SECON
     """
     start = time.perf_counter()
     samples: dict[_Job, list[float]] = {}
-    with _sequences(target, drafter, _BATCH) as sequences:
+    with _sequences(target, drafter, _MANY) as sequences:
         bench = _Bench(target, drafter, grow, sequences)
         for number in range(_PASSES + 1):
             begun = time.perf_counter()
@@ -78,6 +92,8 @@ def measure(target: Target, drafter: Drafter, grow: Grow, seconds: float = SECON
             elif now - start > seconds:
                 break
         fastest = {job: min(values) for job, values in samples.items()}
+        if number > 1:
+            fastest.update(bench.look_closer(fastest, time.perf_counter() + _CLOSER * seconds))
         spread = statistics.median(
             statistics.median(values) / max(min(values), 1e-9) for values in samples.values()
         )
@@ -103,14 +119,25 @@ def _model(seconds: dict[_Job, float], short: int, long: int) -> CostModel:
         beside = (few[_SOME] - verify[_SOME]) / (_BATCH - 1) - short * context
     base = {size: value - short * (context + size * row_context) for size, value in verify.items()}
     return CostModel(
-        draft=Curve.through(points("draft")),
-        build=Curve.through(points("build")),
-        verify=Curve.through(base),
-        commit=Curve.through(points("commit")),
+        draft=Curve(points("draft")),
+        build=Curve(points("build")),
+        verify=Curve(base),
+        commit=Curve(points("commit")),
         sequence=max(0.0, beside),
         context=context,
         row_context=row_context,
     )
+
+
+def halfway(points: Mapping[int, float]) -> int | None:
+    """A size in the middle of the largest jump from one measured size to the next, to find out where between
+    them the cost steps; None if there is no jump, or it is located.
+    """
+    found, most = None, _JUMP
+    for small, large in pairwise(sorted(points)):
+        if large - small > 1 and points[large] > most * points[small]:
+            found, most = (small + large) // 2, points[large] / points[small]
+    return found
 
 
 class _Bench:
@@ -124,8 +151,8 @@ class _Bench:
         self._cache = target.new_cache()
         self.context = sequences[0].position
         self.long = max(self.context, min(_LONG, target.config.max_positions - _MARGIN))
-        for key, rows in [*((s.id, s.position) for s in sequences), (-1, self.long)]:
-            self._cache.add(key, capacity=rows + max(_ROWS))
+        for key, rows in [*((s.id, s.position) for s in sequences[:_BATCH]), (-1, self.long)]:
+            self._cache.add(key, capacity=rows + max(_WIDE if key == sequences[0].id else _ROWS))
             self._cache.extend(key, rows)
             self._cache.keep(key, range(rows))  # zeros: what is in the rows does not change the time
 
@@ -143,6 +170,22 @@ class _Bench:
         if what == "draft":
             return {(what, size): self._draft(size, 0)[0]}
         return {(what, size): self._commit(size)}
+
+    def look_closer(self, fastest: Mapping[_Job, float], end: float) -> dict[_Job, float]:
+        """Sizes that only batches need, and sizes at which costs step, as far as time allows."""
+        known = {size: value for (what, size), value in fastest.items() if what == "verify"}
+        wide = [rows for rows in _WIDE if rows > max(known)]
+        found: dict[_Job, float] = {}
+        for number in range(len(wide) + _HALVINGS):
+            rows = wide[number] if number < len(wide) else halfway(known)
+            if rows is None:
+                break
+            below = max(size for size in known if size <= rows)
+            if time.perf_counter() + _TWICE * known[below] * rows / below > end:
+                continue
+            known[rows] = min(self.verify([_tree(rows)]) for _ in range(_TWICE))
+            found["verify", rows] = known[rows]
+        return found
 
     def verify(self, trees: list[Tree], *, long: bool = False) -> float:
         """Seconds of one forward and of picking greedily at every row."""

@@ -11,6 +11,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from jetspec.target.storage import cache_dir
 from jetspec.target.target import Target
 from jetspec.tree import Grow
 
-_FORMAT = 1
+_FORMAT = 2
 _PACKAGE = Path(__file__).resolve().parents[1]
 _STAGES = ("tree", "target", "draft", "budget", "decode")  # whose code a round consists of
 
@@ -55,10 +56,10 @@ def cost_facts(target: Target, drafter: Drafter, grow: Grow) -> dict[str, Any]:
 
 
 class Kept(NamedTuple):
-    """What a file holds: the costs, and the speedup of drafted rounds in each situation that was met."""
+    """What a file holds: the costs, and the mean gains of drafts by kind of sampling (see Prospect)."""
 
     cost: CostModel
-    speedups: dict[str, float]
+    gains: dict[str, list[float]]
 
 
 class CostFile:
@@ -79,16 +80,20 @@ class CostFile:
             values = json.loads(self.path.read_text("utf-8"))
             if values["format"] != _FORMAT or values["facts"] != self.facts:
                 return None
-            speedups = {str(name): float(value) for name, value in values["speedups"].items()}
-            return Kept(CostModel.from_values(values["cost"]), speedups)
+            gains = {str(name): _chances(found) for name, found in values["gains"].items()}
+            return Kept(CostModel.from_values(values["cost"]), gains)
         except (OSError, StorageError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
-    def save(self, cost: CostModel, speedups: Mapping[str, float]) -> bool:
+    def save(self, cost: CostModel, gains: Mapping[str, Many[float]]) -> bool:
         """Write the file; whichever process writes last stays. False where it cannot be written, which costs
         a measurement at the next start and nothing else.
         """
-        values = {"format": _FORMAT, "facts": self.facts, "speedups": dict(speedups)}
+        values = {
+            "format": _FORMAT,
+            "facts": self.facts,
+            "gains": {name: list(own) for name, own in gains.items()},
+        }
         text = json.dumps({**values, "cost": cost.to_values()})
         try:
             folder = self.path.parent
@@ -109,6 +114,14 @@ class CostFile:
         """Delete the file, so that the next start measures again."""
         with contextlib.suppress(OSError, StorageError):
             self.path.unlink(missing_ok=True)
+
+
+def _chances(values: Any) -> list[float]:
+    """Raises ValueError or TypeError if these are not chances."""
+    found = [float(value) for value in values]
+    if not all(0.0 <= value <= 1.0 for value in found):
+        raise ValueError("chances lie between 0 and 1")
+    return found
 
 
 def _shape_of(drafter: Drafter) -> str:

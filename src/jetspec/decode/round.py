@@ -5,6 +5,7 @@ Plain decoding is this round with the drafter off or the budget 0.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -71,7 +72,8 @@ def decode_round(
         limits = budget.limits(sequences)
         proposals = _propose(sequences, limits, drafter)
     with stats.phase("build"):
-        grown = [_grow(s, p, n, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
+        floor: float = getattr(budget, "floor", -math.inf)
+        grown = [_grow(s, p, n, floor, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
         trees = budget.cut(sequences, grown)
         if walker is not None:
             trees = [
@@ -128,14 +130,16 @@ def _propose(sequences: Many[Sequence], limits: Many[int], drafter: Drafter) -> 
     return [next(made) if limit else None for limit in limits]
 
 
-def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, grow: Grow) -> Tree:
+def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, floor: float, grow: Grow) -> Tree:
     """Grow a tree no deeper than can still be emitted: one token of the remaining ones is the bonus."""
     depth = sequence.room - 1
     if proposal is None or nodes == 0 or depth < 1:
         return Tree.root_only(sequence.root)
     if proposal.max_depth > depth:
         proposal = _Shallow(proposal, depth)
-    return grow(sequence.root, proposal, nodes)
+    if floor == -math.inf:
+        return grow(sequence.root, proposal, nodes)
+    return grow(sequence.root, proposal, nodes, floor=floor)
 
 
 def _walk_roots(

@@ -6,6 +6,7 @@ Nothing here needs a model, transformers or torch; the attention mask of a tree,
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from jetspec.tree.accum import accum
@@ -19,9 +20,13 @@ from jetspec.tree.tree import Tree
 
 
 class Grow(Protocol):
-    """A builder: the root's token, what was drafted, and how many nodes to draft at most."""
+    """A builder: the root's token, what was drafted, how many nodes to draft at most, and the log-prob of a
+    path below which none is wanted.
+    """
 
-    def __call__(self, root_token: int, proposal: Proposal, budget: int) -> Tree: ...
+    def __call__(
+        self, root_token: int, proposal: Proposal, budget: int, *, floor: float = -math.inf
+    ) -> Tree: ...
 
 
 # The names that users choose from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -12,7 +13,9 @@ from jetspec.tree.tree import Tree, check_budget
 WIDTH = 7  # of the published runs
 
 
-def accum(root_token: int, proposal: Proposal, budget: int, width: int = WIDTH) -> Tree:
+def accum(
+    root_token: int, proposal: Proposal, budget: int, width: int = WIDTH, *, floor: float = -math.inf
+) -> Tree:
     """Pop the node with the best accumulated log-prob, attach its `width` best children, until the budget
     is full (JetSpec, arXiv 2606.18394, algorithm 1, `accum_logp`).
 
@@ -24,6 +27,7 @@ def accum(root_token: int, proposal: Proposal, budget: int, width: int = WIDTH) 
     equals cutting a larger tree to n. Equal log-probs are popped by (depth, token id, node).
 
     budget: drafted nodes, root excluded. Raises OptionError if `budget` is negative or `width` is below 1.
+    floor: log-prob of a path below which no node is wanted.
     """
     check_budget(budget)
     if width < 1:
@@ -39,6 +43,8 @@ def accum(root_token: int, proposal: Proposal, budget: int, width: int = WIDTH) 
         for token, logp, own_state in islice(
             zip(*children, strict=True), min(width, budget + 1 - len(tokens))
         ):
+            if cost - logp > -floor:
+                break
             heappush(heap, (cost - logp, depth + 1, token, len(tokens), own_state))
             tokens.append(token)
             parents.append(node)

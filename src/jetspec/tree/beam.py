@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import nsmallest
 from itertools import count, islice
 
@@ -15,7 +16,9 @@ from jetspec.tree.tree import Tree, check_budget
 _Entry = tuple[float, int, int, int, int, int, State]
 
 
-def beam(root_token: int, proposal: Proposal, budget: int, width: int = 4) -> Tree:
+def beam(
+    root_token: int, proposal: Proposal, budget: int, width: int = 4, *, floor: float = -math.inf
+) -> Tree:
     """Keep the best `width` nodes of each depth, then the best `budget` of all that were kept.
 
     The whole frontier is expanded in one call. With `width >= budget` the result is the best-first tree;
@@ -23,11 +26,14 @@ def beam(root_token: int, proposal: Proposal, budget: int, width: int = 4) -> Tr
     best n so far cannot have a descendant among them.
 
     budget: drafted nodes, root excluded. Raises OptionError if `budget` is negative or `width` is below 1.
+    floor: log-prob of a path below which no node is wanted.
     """
-    return grow_levels(root_token, proposal, budget, width, rerank=False)
+    return grow_levels(root_token, proposal, budget, width, rerank=False, floor=floor)
 
 
-def grow_levels(root_token: int, proposal: Proposal, budget: int, width: int, *, rerank: bool) -> Tree:
+def grow_levels(
+    root_token: int, proposal: Proposal, budget: int, width: int, *, rerank: bool, floor: float = -math.inf
+) -> Tree:
     """Expand the best `width` nodes of each depth, and keep the best `budget` of those nodes, or, with
     `rerank`, of all children that were offered.
     """
@@ -46,6 +52,8 @@ def grow_levels(root_token: int, proposal: Proposal, budget: int, width: int, *,
         for rank, (parent, children) in enumerate(zip(frontier, expanded, strict=True)):
             # A parent's children beyond the first `width` cannot be among the best `width` of the level.
             for token, logp, state in islice(zip(*children, strict=True), width):
+                if parent[0] - logp > -floor:
+                    break
                 level.append((parent[0] - logp, depth, token, rank, parent[5], next(numbers), state))
         best = nsmallest(width, level)
         kept = nsmallest(budget, kept + (level if rerank else best))

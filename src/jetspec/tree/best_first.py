@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush, heapreplace
 
 from jetspec.tree.proposal import Children, Proposal
 from jetspec.tree.tree import Tree, check_budget
 
 
-def best_first(root_token: int, proposal: Proposal, budget: int) -> Tree:
+def best_first(root_token: int, proposal: Proposal, budget: int, *, floor: float = -math.inf) -> Tree:
     """Grow the `budget` most probable paths of `proposal`, fewer only if it has no more.
 
     The heap holds one entry per opened list of siblings: the best child that is not a node yet. Popping an
@@ -20,6 +21,7 @@ def best_first(root_token: int, proposal: Proposal, budget: int) -> Tree:
     for children that depend on their path as well).
 
     budget: drafted nodes, root excluded; 0 gives the bare root. Raises OptionError if it is negative.
+    floor: log-prob of a path below which no node is wanted.
     """
     check_budget(budget)
     tokens, parents, depths, logps = [root_token], [-1], [0], [0.0]
@@ -32,9 +34,11 @@ def best_first(root_token: int, proposal: Proposal, budget: int) -> Tree:
         siblings = expand((proposal.root_state,))[0]
         if siblings.tokens:
             heap.append((0.0 - siblings.logps[0], 1, siblings.tokens[0], 0, 0, siblings))
-    node = 0
+    node, most = 0, -floor
     while heap and node < budget:
         cost, depth, token, parent, rank, siblings = heap[0]
+        if cost > most:
+            break
         node += 1
         tokens.append(token)
         parents.append(parent)

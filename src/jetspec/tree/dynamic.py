@@ -4,6 +4,8 @@ then rerank everything that was offered.
 
 from __future__ import annotations
 
+import math
+
 from jetspec.tree.beam import grow_levels
 from jetspec.tree.proposal import Proposal
 from jetspec.tree.tree import Tree
@@ -11,7 +13,9 @@ from jetspec.tree.tree import Tree
 WIDTH = 10  # of the published trees: nodes expanded per level, and children of each
 
 
-def dynamic(root_token: int, proposal: Proposal, budget: int, width: int = WIDTH) -> Tree:
+def dynamic(
+    root_token: int, proposal: Proposal, budget: int, width: int = WIDTH, *, floor: float = -math.inf
+) -> Tree:
     """Expand the best `width` nodes of each depth in one call, and keep the best `budget` of ALL their
     children.
 
@@ -20,5 +24,6 @@ def dynamic(root_token: int, proposal: Proposal, budget: int, width: int = WIDTH
     the result is the best-first tree.
 
     budget: drafted nodes, root excluded. Raises OptionError if `budget` is negative or `width` is below 1.
+    floor: log-prob of a path below which no node is wanted.
     """
-    return grow_levels(root_token, proposal, budget, width, rerank=True)
+    return grow_levels(root_token, proposal, budget, width, rerank=True, floor=floor)

@@ -1,0 +1,158 @@
+"""What a round of a batch may be expected to earn, before anything is drafted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from jetspec.budget.cost import CostModel, RoundSize
+from jetspec.budget.members import Member
+from jetspec.budget.prospect import FIRST, Prospect
+
+MOST_ROWS = 2048  # of drafted nodes
+_NODES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    15,
+    20,
+    24,
+    31,
+    36,
+    42,
+    48,
+    56,
+    63,
+    80,
+    96,
+    112,
+    127,
+)  # per sequence
+_FEWER = 0.95  # drafting for fewer than may be has to be clearly better: who is worth it is uncertain
+_EACH = 4  # up to here every number of sequences is looked at, then every fourth
+_LOOK = 8  # rounds between two looks
+_PRICED = 64  # nodes over which the time of growing one is averaged
+
+
+class Outlook(NamedTuple):
+    """The best round with a draft.
+
+    drafts    sequences to draft for, the most promising ones; 0 if there is no such round
+    nodes     to verify of each
+    speedup   tokens per second / those of plain decoding
+    """
+
+    drafts: int
+    nodes: int
+    speedup: float
+
+
+NOTHING = Outlook(0, 0, 0.0)
+
+
+def look_ahead(
+    cost: CostModel,
+    plain: float,
+    size: RoundSize,
+    prospect: Prospect,
+    weights: Many[float],
+    hope: bool = False,
+) -> Outlook:
+    """The number of sequences and of nodes with the highest speedup, among those whose loss the credit covers
+    if things go badly: little of the gain comes true, and a step in the cost lies before the size.
+
+    Args:
+        plain: seconds of a plain round.
+        size: of that round.
+        weights: what the mean gains are multiplied with for each sequence that may be drafted for,
+            descending.
+        hope: whether sizes that were hardly run turn out well.
+    """
+    batch, most = size.sequences, len(weights)
+    total = [0.0]
+    for gain in prospect.credible[: max(FIRST, MOST_ROWS // most)]:
+        total.append(total[-1] + gain)
+    span = most * (len(total) - 1)
+    draft = cost.draft.hoped(0, most) if hope else cost.draft.along(0, most)
+    verify = cost.verify.hoped(batch, span) if hope else cost.verify.along(batch, span)
+    further = cost.row_context * size.context / batch
+    base = plain - cost.verify.at(batch) - cost.build.at(0)
+    best, highest, weight = NOTHING, 0.0, 0.0
+    for drafts, own in enumerate(weights, start=1):
+        weight += own
+        if drafts > _EACH and drafts % _EACH and drafts != most:
+            continue
+        for nodes in _NODES:
+            if nodes >= len(total):
+                break
+            rows = drafts * nodes
+            rest = base + draft[drafts] + cost.build.at(rows) + further * rows
+            gain = weight * total[nodes]
+            speedup = (batch + gain) * plain / (batch * (rest + verify[rows]))
+            worth = speedup if drafts == most else _FEWER * speedup
+            if worth > highest:
+                worst = (rest + cost.verify.at_most(batch + rows)) / plain
+                sure = prospect.sure(weight * total[min(nodes, FIRST)], gain)
+                if worst - 1.0 - sure / batch <= prospect.credit:
+                    best, highest = Outlook(drafts, nodes, speedup), worth
+    return best
+
+
+class Forecaster:
+    """Keeps the outlook up to date; see `look_ahead`.
+
+    outlook   as costs are known
+    hoped     if sizes that were hardly run turn out well
+    reach     nodes of a tree, on the average, that are worth the time of growing them
+    """
+
+    def __init__(self) -> None:
+        self.outlook = self.hoped = NOTHING
+        self.reach = math.inf
+        self._key: tuple[int, bool] | None = None
+        self._age = 0
+
+    def look(
+        self, cost: CostModel, prospect: Prospect, contexts: list[int], plain: float, members: list[Member]
+    ) -> None:
+        """At the start of a round: anew now and then."""
+        self._age += 1
+        if self._age < _LOOK:
+            return
+        before, self._age = self.outlook.speedup, 0
+        trust = prospect.trust
+        weights = sorted([member.weight(trust) for member in members], reverse=True)
+        size = RoundSize.plain(contexts)
+        self.outlook = self.hoped = look_ahead(cost, plain, size, prospect, weights)
+        if len(members) > 1:  # for one, it is enough to try numbers of nodes
+            self.hoped = look_ahead(cost, plain, size, prospect, weights, hope=True)
+        rate = max(1.0, prospect.yields * self.outlook.speedup) * len(contexts) / plain
+        self.reach = _worth_growing(cost, rate, prospect.gains)
+        if before > 0.0 and self.outlook.speedup > 0.0:
+            prospect.reforecast(self.outlook.speedup / before)
+
+    def meet(self, count: int, sampled: bool, changed: bool) -> None:
+        """The batch of the round that begins. What was forecast for another one does not hold for it."""
+        if changed or self._key != (count, sampled):
+            self.outlook, self._age, self._key = NOTHING, _LOOK, (count, sampled)
+
+    def hurry(self, rounds: int = _LOOK) -> None:
+        """Let the next look come so many rounds earlier."""
+        self._age += rounds
+
+
+def _worth_growing(cost: CostModel, rate: float, gains: Many[float]) -> float:
+    """See `Forecaster.reach`; rate: tokens per second that rounds earn."""
+    least = rate * (cost.build.at(_PRICED) - cost.build.at(0)) / _PRICED
+    count = len(gains)
+    while count > FIRST and gains[count - 1] < least:
+        count -= 1
+    return count if count < len(gains) else math.inf
