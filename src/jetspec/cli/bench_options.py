@@ -54,8 +54,9 @@ HeadOf = Annotated[
     list[str] | None,
     typer.Option(
         "--head",
-        metavar="METHOD=FOLDER",
-        help="The head of a method or of a family (jetspec, dflash, eagle3, dspark, mtp). May be repeated.",
+        metavar="[METHOD=]FOLDER",
+        help="The head of a method or of a family (jetspec, dflash, eagle3, dspark, mtp); without a name that"
+        " of its own family. May be repeated.",
     ),
 ]
 HeadFolder = Annotated[

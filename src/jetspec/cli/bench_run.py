@@ -64,12 +64,34 @@ def find_questions(
 
 
 def given_heads(values: list[str]) -> dict[str, str]:
-    """METHOD=FOLDER as a mapping. Raises OptionError."""
-    pairs = [value.partition("=") for value in values]
-    for value, (name, sign, place) in zip(values, pairs, strict=True):
-        if not sign or not name or not place:
-            raise OptionError(f"--head is {value!r}; give METHOD=FOLDER, for example dflash=heads/dflash")
-    return {name: place for name, _, place in pairs}
+    """METHOD=FOLDER as a mapping; a folder alone belongs to its own family. Raises OptionError, and HeadError
+    for a folder whose head cannot be read.
+    """
+    from jetspec.target.storage import user_path
+
+    found: dict[str, str] = {}
+    for value in values:
+        name, sign, place = value.partition("=")
+        if not sign and user_path(value).is_dir():
+            name, place = _family_of(user_path(value)), value
+        if not name or not place:
+            raise OptionError(
+                f"--head is {value!r}; give METHOD=FOLDER, for example dflash=heads/dflash, "
+                "or the folder of a head alone"
+            )
+        if name in found:
+            raise OptionError(
+                f"--head names two heads for {name}: {found[name]} and {place}; measure one after the other, "
+                "or give each to a method of its own, for example dflash=FOLDER ddtree=FOLDER"
+            )
+        found[name] = place
+    return found
+
+
+def _family_of(folder: Path) -> str:
+    from jetspec.draft.loading import head_family
+
+    return head_family(folder)
 
 
 def names_of(text: str, option: str) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from jetspec.draft.base import Drafter
 from jetspec.draft.checkpoint import load_head
+from jetspec.draft.config import HeadConfig
 from jetspec.draft.eagle3 import eagle3_drafter
 from jetspec.draft.eagle3_format import load_eagle3
+from jetspec.draft.head_files import read_folder
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import load_mtp
@@ -116,6 +118,12 @@ def head_kind(folder: Path) -> str:
     if stated == "eagle3" or eagle or "draft_vocab_size" in values or "eagle_config" in values:
         return "eagle3"
     return "block"
+
+
+def head_family(folder: Path) -> str:
+    """The family of the head in a folder: jetspec, dflash, dspark, eagle3 or mtp. Raises HeadError."""
+    kind = head_kind(folder)
+    return HeadConfig.from_dict(read_folder(folder)[0]).method if kind == "block" else kind
 
 
 def packaged_head(target_name: str) -> Path | None:
