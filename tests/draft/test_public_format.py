@@ -156,7 +156,9 @@ def test_a_copy_of_the_ends_is_used(target: Target, tmp_path: Path) -> None:
     network = BlockDrafter(head, target).backbone
     assert torch.equal(network.embed(torch.tensor([5])), head.weights["embed_tokens.weight"][5:6])
     hidden, logits = network.forward([0], [7])
-    assert torch.allclose(logits, hidden @ head.weights["lm_head.weight"].T, atol=1e-4)
+    matrix = head.weights["lm_head.weight"]
+    assert torch.allclose(logits, hidden @ matrix.half().float().T, atol=1e-4)  # see `in_half`
+    assert not torch.allclose(logits, hidden @ target.transformer.output_matrix.T, atol=1e-2)
 
 
 def edit(key: str, value: Any, inner: bool = False) -> Callable[[dict[str, Any]], None]:

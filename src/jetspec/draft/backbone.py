@@ -16,11 +16,11 @@ from torch import Tensor
 from jetspec.draft.checkpoint import Head
 from jetspec.target.attention import Visibility
 from jetspec.target.cache import KVCache
-from jetspec.target.linear import Linear
+from jetspec.target.linear import Linear, in_half
 from jetspec.target.native_decoder import NativeStack
 from jetspec.target.plan import Plan, Segment
 from jetspec.target.rope import RotaryTable, rotate
-from jetspec.target.transformer import Layer, Transformer, rms_norm
+from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
 
 _FLUSH_ROWS = 128  # taps kept back until the next draft; more (prefill) are projected at once
 
@@ -53,13 +53,17 @@ class Backbone:
         self.fusion = Linear(weights["fc.weight"])
         context = [
             weights[f"layers.{i}.self_attn.{part}_proj.weight"]
-            for i in range(model.num_layers)
             for part in "kv"
+            for i in range(model.num_layers)
         ]
-        self.context = Linear(torch.cat(context))  # every layer's keys and values in one product
+        self.context = Linear(torch.cat(context))  # every layer's keys, then their values, in one product
         self.layers = [Layer(model, index, weights, prefix="") for index in range(model.num_layers)]
+        norms = [weights[f"layers.{i}.self_attn.k_norm.weight"] for i in range(model.num_layers)]
+        self._k_norm = torch.stack(norms).repeat_interleave(
+            model.num_kv_heads, 0
+        )  # [layers * kv_heads, head_dim]
         self.native = NativeStack.build(model, self.layers, dtype, device)
-        self.output = Linear(matrix[vocab])
+        self.output = Linear(in_half(matrix[vocab]))
         self.direct = Linear(weights["direct_proj.weight"]) if config.direct else None
         self.mask_row = self.embed(torch.tensor([config.mask_token_id], device=device))  # [1, H]
         self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
@@ -156,22 +160,19 @@ class Backbone:
             self.fusion(torch.cat(parts)), self.weights["hidden_norm.weight"], model.rms_norm_eps
         )
         rows = features.shape[0]
-        both = self.context(features).view(rows, model.num_layers, 2, model.num_kv_heads, model.head_dim)
+        both = self.context(features).view(rows, 2, -1, model.head_dim)  # keys of all layers, then values
         starts = [self.cache.extend(key, part.shape[0]) for key, part in zip(keys, parts, strict=True)]
         positions = [
             n for start, part in zip(starts, parts, strict=True) for n in range(start, start + part.shape[0])
         ]
         cos, sin = self.rotary.at(torch.tensor(positions, device=features.device), max(positions))
-        for layer in self.layers:
-            assert layer.k_norm is not None
-            k = rotate(rms_norm(both[:, layer.index, 0], layer.k_norm, model.rms_norm_eps), cos, sin)
-            v = both[:, layer.index, 1]
-            stored = torch.stack([k, v]).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-            row = 0
-            for key, start, part in zip(keys, starts, parts, strict=True):
-                count = part.shape[0]
-                own = stored[:, :, row : row + count]
-                self.cache.rows(key, layer.index)[:, :, start : start + count] = own
-                row += count
+        k = rotate(unit_rms(both[:, 0], model.rms_norm_eps) * self._k_norm, cos, sin)
+        stored = torch.stack([k, both[:, 1]]).transpose(1, 2)  # [2, layers * kv_heads, rows, head_dim]
+        stored = stored.unflatten(1, (model.num_layers, -1)).transpose(0, 1)
+        row = 0
+        for key, start, part in zip(keys, starts, parts, strict=True):
+            count = part.shape[0]
+            self.cache.block(key)[:, :, :, start : start + count] = stored[:, :, :, row : row + count]
+            row += count
         for key, part in zip(keys, parts, strict=True):
             self.cache.keep(key, range(part.shape[0]))

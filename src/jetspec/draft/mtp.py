@@ -10,7 +10,7 @@ from jetspec.draft.mtp_format import MTPHead
 from jetspec.draft.sequential import Context, SequentialDrafter
 from jetspec.draft.shared_noise import NoiseWeights
 from jetspec.errors import HeadError
-from jetspec.target.linear import Linear
+from jetspec.target.linear import Linear, in_half
 from jetspec.target.target import Target
 from jetspec.target.transformer import Layer, Transformer, rms_norm
 
@@ -39,7 +39,7 @@ class MTPNetwork:
         self.norms = [(w[f"layers.{n}.enorm.weight"], w[f"layers.{n}.hnorm.weight"]) for n in modules]
         self.last_norms = [w[f"layers.{n}.shared_head.norm.weight"] for n in modules]
         whole = len(vocab) == transformer.config.vocab_size
-        self.output = transformer.output if whole else Linear(transformer.output_matrix[self.vocab])
+        self.output = transformer.output if whole else Linear(in_half(transformer.output_matrix[self.vocab]))
 
     def features(self, rows: Tensor) -> Tensor:
         """The target's final normed states are used as they are."""

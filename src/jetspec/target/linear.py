@@ -28,6 +28,17 @@ def onednn_available() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def in_half(weight: Tensor) -> Tensor:
+    """The nearest values that half precision holds, for a head's output: the compiled kernel then reads half
+    as much of the matrix that is most of what a draft reads, and a draft may be approximate. A weight of
+    another type, or out of half precision's range, stays as it is.
+    """
+    if weight.dtype != torch.float32:
+        return weight
+    half = weight.half()
+    return half.float() if bool(half.isfinite().all()) else weight
+
+
 class Linear:
     """y = x W^T + b for a frozen weight [N, K]; x [M, K] -> y [M, N].
 

@@ -39,7 +39,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in float32 like the models' own code."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return weight * F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    return weight * unit_rms(x, eps)
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """`rms_norm` without its weight."""
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
 
 
 class MLP:
