@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jetspec.cli.main import main
-from jetspec.draft.checkpoint import save_head
+from jetspec.draft.checkpoint import load_head, save_head
 from jetspec.draft.config import HeadConfig
 from jetspec.draft.eagle3_format import save_eagle3
 from jetspec.draft.head_files import read_folder
@@ -93,6 +93,21 @@ def settings_of(source: SourceHead, **loop: Any) -> Settings:
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a head's folder."""
     return read_folder(folder)[1]
+
+
+def test_a_new_vocabulary_is_chosen_from_the_answers(target: Target, answers: Path, tmp_path: Path) -> None:
+    """Guards a head that moves to other text: tokens of the new answers could never be drafted otherwise."""
+    source = read_source(write("jetspec", target, tmp_path / "source"), "tiny")
+    settings = settings_of(source)
+    count = len(PART) + 3
+    settings = replace(settings, head=replace(settings.head, new_vocab=True, vocab=count))
+    source.check_options(settings)  # another size is no other shape
+    folder = train_head(target, [answers], tmp_path / "run", settings, source=source)
+    wanted = Corpus([answers]).frequent_ids(count, VOCAB)
+    after = load_head(folder).vocab
+    assert after is not None and torch.equal(after, wanted) and not torch.equal(after, PART)
+    with pytest.raises(DataError, match="another head, draft vocabulary or other answers"):
+        train_head(target, [answers], tmp_path / "run", settings_of(source, steps=2), source=source)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jetspec.cli import answer_options, options, train_options
 from jetspec.cli.answers import make_answers
 from jetspec.cli.loading import use_threads
+from jetspec.errors import OptionError
 
 if TYPE_CHECKING:
     from jetspec.target.target import Target
@@ -50,6 +51,7 @@ def train(
     layers: train_options.Layers = None,
     block: train_options.Block = None,
     vocab: train_options.Vocab = None,
+    new_vocab: train_options.NewVocab = False,
     scorer: train_options.Scorer = None,
     rank: train_options.Rank = None,
     plain: train_options.Plain = False,
@@ -71,7 +73,16 @@ def train(
 
     with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
         head = {"layers": layers, "block_size": block, "vocab": vocab, **_scorer(scorer, rank)}
-        flags = {"plain": (plain, True), "causal": (bidirectional, False), "warm": (cold, False)}
+        flags = {
+            "plain": (plain, True),
+            "causal": (bidirectional, False),
+            "warm": (cold, False),
+            "new_vocab": (new_vocab, True),
+        }
+        if new_vocab and from_head is None:
+            raise OptionError(
+                "--new-vocab is for --from-head: an untrained head always chooses its vocabulary"
+            )
         head.update({key: value for key, (given, value) in flags.items() if given})
         tables: dict[str, dict[str, Any]] = {
             "head": head,

@@ -97,6 +97,13 @@ Vocab = Annotated[
     int | None,
     _change("--vocab", "Size of the draft vocabulary (the most frequent ids of the answers); 0 = all."),
 ]
+NewVocab = Annotated[
+    bool,
+    _change(
+        "--new-vocab",
+        "With --from-head: choose the draft vocabulary anew, from the answers (block heads).",
+    ),
+]
 Scorer = Annotated[str | None, _change("--scorer", "Path scorer: none, vanilla, gated or rnn.")]
 Rank = Annotated[int | None, _change("--rank", "Rank of the path scorer; 0 = none.")]
 Plain = Annotated[bool, _change("--plain", "The published form: no direct input, no slot embedding.")]

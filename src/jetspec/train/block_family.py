@@ -35,6 +35,8 @@ class BlockOptions:
     confidence           whether there is a confidence head
     mask_token           id whose embedding fills the open slots; none given: one that text cannot hold
     warm                 start from the target's last layers
+    new_vocab            a head that is trained further gets a draft vocabulary of `vocab` ids chosen anew,
+                         from the answers that it is now trained on, instead of keeping its own
     reveal               share of the roots behind which the first slots (1 to all but one of them, at random)
                          hold the tokens that were really written and are not supervised: for a second pass
                          over drafted tokens. Causal heads in place only
@@ -52,6 +54,7 @@ class BlockOptions:
     confidence: bool = False
     mask_token: int | None = None
     warm: bool = True
+    new_vocab: bool = False
     reveal: float = 0.0
 
     def __post_init__(self) -> None:
@@ -152,7 +155,7 @@ def adopt(head: Head, options: BlockOptions) -> BlockOptions:
         layers=config.model.num_layers,
         block_size=config.block_size,
         taps=config.taps,
-        vocab=0 if head.vocab is None else len(head.vocab),
+        vocab=options.vocab if options.new_vocab else 0 if head.vocab is None else len(head.vocab),
         scorer=config.scorer,
         rank=config.rank,
         plain=not (config.direct or config.slot_embedding),
@@ -205,7 +208,10 @@ def build_from(
     check_widths(corpus, len(config.taps), target)
     module = HeadModule(config, target.transformer.embedding.float())
     copy_weights(module, head.weights)
-    vocab = head.vocab if head.vocab is not None else torch.arange(target.config.vocab_size)
+    if options.new_vocab:  # the scorer's tables have rows for all ids, and those not drafted so far are zero
+        vocab = corpus.frequent_ids(draft_size(target, options.vocab), target.config.vocab_size)
+    else:
+        vocab = head.vocab if head.vocab is not None else torch.arange(target.config.vocab_size)
     return BlockMethod(module, target, vocab, loss, options.reveal)
 
 
