@@ -26,7 +26,8 @@ from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.path_scorer import MarkovScorer
 from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
 from jetspec.errors import OptionError
-from jetspec.sampling import Sampling, gumbel_noise
+from jetspec.noise import gumbel_noise
+from jetspec.sampling import Sampling
 from jetspec.target.target import Target
 
 PROMPTS = common.PROJECT.parent / "shared" / "data" / "prompts" / "train.jsonl"

@@ -7,7 +7,8 @@ import torch
 
 from jetspec import sampling as sampling_module
 from jetspec.decode.engine import Engine
-from jetspec.sampling import Sampling, gumbel_noise, pick_each, pick_tokens
+from jetspec.noise import gumbel_noise
+from jetspec.sampling import Sampling, pick_each, pick_tokens
 from jetspec.sequence import Limits
 from tests.decode.tiny import PROMPTS, SAMPLINGS, plain, shared_target
 
@@ -25,7 +26,7 @@ KINDS = [
 def test_each_row_as_alone(at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows, seeds and positions against those of a neighbour, in mixed batches and in pieces. Rows of
     bfloat16 have ties, which go to the lowest id in both."""
-    monkeypatch.setattr(sampling_module, "_NOISE_AT_ONCE", at_once)
+    monkeypatch.setattr(sampling_module, "NOISE_AT_ONCE", at_once)
     dice = torch.Generator().manual_seed(2)
     logits = (torch.randn(40, 44, generator=dice) * 2).to(dtype)
     before = logits.clone()

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.errors import OptionError
+from jetspec.noise import _bits, _halves, gumbel_noise
 from jetspec.sampling import (
     GREEDY_BELOW,
     History,
     Sampling,
-    _bits,
-    _halves,
-    gumbel_noise,
     pick_tokens,
     process_logits,
 )
@@ -345,7 +343,7 @@ def test_noise_equals_plain_integers(seed: int, position: int, token: int) -> No
 @pytest.mark.parametrize(("bits", "value"), [(0, -3.1303), (2**32 - 1, 22.8739)])
 def test_noise_stays_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch, bits: int, value: float) -> None:
     """Guards against u = 0 or u = 1: the extreme hash values give the documented bounds."""
-    monkeypatch.setattr("jetspec.sampling._mix", lambda word: word * 0 + bits)
+    monkeypatch.setattr("jetspec.noise._mix", lambda word: word * 0 + bits)
     assert float(gumbel_noise(1, torch.tensor([0]), 1)) == pytest.approx(value, abs=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""From logits to one token: options, processors, counter-based noise, and the picker that everybody calls.
+"""From logits to one token: options, processors, and the picker that everybody calls.
 
 This file knows nothing about trees, caches or drafts. `pick_tokens` is the only place in the project that
 picks a token of the target: plain decoding, every node on a path, and the bonus token all go through it.
@@ -15,19 +15,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from jetspec.errors import OptionError
+from jetspec.noise import NOISE_AT_ONCE, add_noise
 
 GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
 MAX_TEMPERATURE = 1e3
 MAX_BIAS = 1e9  # large enough to ban or force a token, small enough to stay finite in float32
-_NOISE_AT_ONCE = 2**25  # numbers of noise made in one piece
 _NUCLEUS_FIRST = 1024  # top-p looks at so many tokens first, and sorts a row only if their mass is too small
 
 
@@ -102,81 +100,6 @@ def _check_number(name: str, value: float, low: float, high: float, above_low: b
 def _check_integer(name: str, value: int, high: int, hint: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
         raise OptionError(f"{name} must be an integer from 0 to {high} ({hint}), got {value!r}")
-
-
-# --- noise
-
-_LOW32 = 0xFFFFFFFF
-_Words: TypeAlias = npt.NDArray[Any]  # uint32; numpy promises that its products wrap
-_Word = TypeVar("_Word", int, Tensor, _Words)
-
-
-def _mix(word: _Word) -> _Word:
-    """A bijection on 32-bit words with good avalanche.
-
-    It is the public-domain finalizer lowbias32 of C. Wellons ("Prospecting for hash functions").
-
-    Takes a Python int, an int64 tensor of values 0..2**32-1 or a uint32 array; the last two are overwritten.
-    The second multiplier is 0x846ca68b, for a tensor written modulo 2**32 as a negative number, so that no
-    product leaves int64 (signed overflow is not defined on every device).
-    """
-    word ^= word >> 16
-    word *= 0x7FEB352D
-    word &= _LOW32
-    word ^= word >> 15
-    word *= 0x846CA68B - (2**32 if isinstance(word, Tensor) else 0)
-    word &= _LOW32
-    word ^= word >> 16
-    return word
-
-
-def gumbel_noise(seed: int | Sequence[int], positions: Tensor, vocab: int | Tensor) -> Tensor:
-    """Gumbel(0, 1) noise as a pure function of (seed, absolute position, token id): float32 [n, V] or [n, k].
-
-    `seed` is one for all rows, or one for each; `positions` is int64 [n]; `vocab` is the vocabulary size, or
-    the ids int64 [k] to compute the noise for. Row i of a call equals the row of any other call with the same
-    seed and position, whatever else is asked for.
-
-    Seed and position give two 32-bit keys; two keyed rounds of the hash turn a token id into 32 bits, u =
-    (bits + 1/2) / 2**32 lies strictly inside (0, 1), and the noise -log(-log u) lies within -3.14..22.88. The
-    integers are exact on any device; the logarithms are taken in float64 and rounded to float32, which hides
-    a device's last float64 bit in all but about one value in 2**28.
-    """
-    device = positions.device
-    if device.type == "mps":  # no float64 there
-        ids = vocab.cpu() if isinstance(vocab, Tensor) else vocab
-        return gumbel_noise(seed, positions.cpu(), ids).to(device)
-    tokens = torch.arange(vocab, device=device) if isinstance(vocab, int) else vocab.to(device)
-    where = positions.to(torch.int64)[:, None] & _LOW32  # [n, 1]
-    if device.type == "cpu":  # half the width, and products may wrap: a seventh of the time for the same bits
-        words = _bits(_halves(seed, None), where.numpy().astype(np.uint32), tokens.numpy().astype(np.uint32))
-        uniform = torch.from_numpy(words.astype(np.float64))
-    else:
-        uniform = _bits(_halves(seed, device), where, tokens).to(torch.float64)
-    return uniform.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_().to(torch.float32)
-
-
-def _halves(seed: int | Sequence[int], device: torch.device | None) -> tuple[Any, Any]:
-    """The low and high 32 bits of the seed, or of each row's as words [n, 1] (uint32 arrays without a
-    device).
-    """
-    if isinstance(seed, int):
-        return seed & _LOW32, (seed >> 32) & _LOW32
-    columns = [[[(s >> shift) & _LOW32] for s in seed] for shift in (0, 32)]
-    if device is None:
-        return np.array(columns[0], dtype=np.uint32), np.array(columns[1], dtype=np.uint32)
-    return torch.tensor(columns[0], device=device), torch.tensor(columns[1], device=device)
-
-
-def _bits(halves: tuple[Any, Any], where: _Word, tokens: _Word) -> _Word:
-    """32 random bits for each position [n, 1] and token id [k]: [n, k]."""
-    low, high = halves
-    first = _mix(low ^ _mix(high ^ 0x9E3779B9))
-    second = _mix(high ^ _mix(low ^ 0x3C6EF372))
-    key_a = _mix(_mix((where + first) & _LOW32) ^ second)  # for one seed a bijection of the position
-    key_b = _mix(_mix(where ^ second) ^ first)
-    # Two keys: with one added key, two rows would be shifted copies of each other when their keys are close.
-    return _mix(_mix((tokens + key_a) & _LOW32) ^ key_b)
 
 
 # --- processors
@@ -282,10 +205,8 @@ def pick_tokens(
     if sampling.needs_history or sampling.logit_bias or not sampling.greedy:
         logits = process_logits(logits, sampling, histories)
     if not sampling.greedy:
-        where = torch.as_tensor(positions, dtype=torch.int64).to(logits.device)
-        unique, index = where.unique(return_inverse=True)  # nodes of one depth share their noise row
-        noise = gumbel_noise(sampling.seed, unique, logits.shape[-1])
-        logits = logits.add_(noise if len(unique) == 1 else noise[index])
+        where = positions.tolist() if isinstance(positions, Tensor) else positions
+        add_noise(logits, [sampling.seed] * len(where), where)
     picks: list[int] = best_ids(logits).tolist()
     return picks
 
@@ -315,14 +236,13 @@ def pick_each(logits: Tensor, positions: Sequence[int], samplings: Sequence[Samp
     picks = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for members in kinds.values():
         kind = samplings[members[0]]
-        for rows in _pieces(members, max(1, _NOISE_AT_ONCE // logits.shape[-1])):
+        for rows in _pieces(members, max(1, NOISE_AT_ONCE // logits.shape[-1])):
             place = slice(None) if len(rows) == len(logits) else torch.tensor(rows, device=logits.device)
             scores = logits[place]
             if kind.logit_bias or not kind.greedy:
                 scores = process_logits(scores, kind)
             if not kind.greedy:
-                where = torch.tensor([positions[row] for row in rows], device=logits.device)
-                scores += gumbel_noise([samplings[row].seed for row in rows], where, logits.shape[-1])
+                add_noise(scores, [samplings[row].seed for row in rows], [positions[row] for row in rows])
             picks[place] = best_ids(scores)
     found: list[int] = picks.tolist()
     return found

@@ -162,7 +162,8 @@ def test_float32(path: str, stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gap(logits: torch.Tensor, position: int, sampling: Sampling) -> float:
     """How far the best token is ahead of the next one under the sampler's own scores."""
-    from jetspec.sampling import gumbel_noise, process_logits
+    from jetspec.noise import gumbel_noise
+    from jetspec.sampling import process_logits
 
     scores = process_logits(logits, sampling)
     if not sampling.greedy:

@@ -24,7 +24,8 @@ from jetspec.draft.path_scorer import Marginals
 from jetspec.draft.sampled import SampledDrafter
 from jetspec.draft.shared_noise import NoiseWeights, SharedNoise, request_terms, unshared
 from jetspec.errors import HeadError
-from jetspec.sampling import History, Sampling, gumbel_noise, pick_tokens, process_logits
+from jetspec.noise import gumbel_noise
+from jetspec.sampling import History, Sampling, pick_tokens, process_logits
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target

@@ -16,7 +16,8 @@ import torch
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Decoy, Echo, Random
-from jetspec.sampling import Sampling, gumbel_noise
+from jetspec.noise import gumbel_noise
+from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.config import ModelConfig
 from jetspec.target.plan import chunk

@@ -17,7 +17,8 @@ from torch import Tensor
 from jetspec.decode.engine import Engine
 from jetspec.decode.round import Outcome
 from jetspec.decode.stats import Stats
-from jetspec.sampling import History, Sampling, gumbel_noise, process_logits
+from jetspec.noise import gumbel_noise
+from jetspec.sampling import History, Sampling, process_logits
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk, pack
 from jetspec.target.target import Target

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from jetspec.draft.base import Drafter
 from jetspec.errors import HeadError
-from jetspec.sampling import gumbel_noise
+from jetspec.noise import gumbel_noise
 from jetspec.sequence import Sequence
 
 MANIFEST_KEY = "shared_noise"  # in a head's manifest: {"logits": [...], "noise": [...]}, fitted to that head

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from jetspec.sampling import gumbel_noise
+from jetspec.noise import gumbel_noise
 
 # Streams of noise apart from that of `pick_tokens`: what was drafted, the coins, and the token after a
 # rejection must not depend on each other.
