@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetspec.draft.checkpoint import Head
+from jetspec.draft.native_scorer import MarkovTables, NativeMarkov
 from jetspec.draft.shared_noise import Draws, scaled
 from jetspec.target.linear import Linear
 from jetspec.tree.proposal import MarginalProposal, MarkovProposal, Proposal
@@ -69,7 +70,8 @@ class MarkovScorer:
 
     `vanilla` has no gate; `gated` computes it from the slot's state and the parent. The normaliser runs
     over the candidates, times the share of the whole vocabulary that they cover under the expected parent;
-    an exact one would need every parent's full row.
+    an exact one would need every parent's full row. On the CPU in float32 all of it is one compiled call
+    (`native_scorer.py`); `_tables` is the portable form.
     """
 
     def __init__(self, head: Head, vocab: Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -84,21 +86,32 @@ class MarkovScorer:
         self.to_children = Linear(self.child_rows)
         self.gate = weights.get("markov_head.gate_proj.weight")  # [r, H + r]
         self.gate_bias = weights.get("markov_head.gate_proj.bias")
+        gate = None if self.gate is None else (self.gate, weights["markov_head.gate_proj.bias"])
+        packed = self.to_children.native
+        self.native = NativeMarkov.build(self.parent_rows, self.child_rows, packed, vocab, gate)
 
     @torch.inference_mode()
     def proposals(
         self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
     ) -> list[Proposal]:
         """hidden [B, D, H] and logits [B, D, Vd] to one proposal per sequence."""
-        width = logits.shape[-1]
-        gates = self._state_gate(hidden)  # [B, D, 1, r] or None
-        root_rows = self.parent_rows[torch.tensor(roots, device=logits.device)]  # [B, r]
         base = logits.float() if draws is None else draws.score(logits.float())
+        if self.native is None:
+            tables = self._tables(hidden, base, roots, draws)
+        else:
+            scale = None if draws is None else draws.scale
+            tables = self.native.tables(hidden, base, roots, scale, CANDIDATES, _PARENTS)
+        return [MarkovProposal(t, f, c) for t, f, c in zip(*tables, strict=True)]
+
+    def _tables(self, hidden: Tensor, base: Tensor, roots: list[int], draws: Draws | None) -> MarkovTables:
+        """The portable form of `NativeMarkov.tables`."""
+        gates = self._state_gate(hidden)  # [B, D, 1, r] or None
+        root_rows = self.parent_rows[torch.tensor(roots, device=base.device)]  # [B, r]
         expected = expected_rows(base, root_rows, self.parent_rows, self.vocab)  # [B, D, r]
         terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
         marginal = base + scaled(self.to_children(terms.flatten(0, 1)).view_as(base).float(), draws)
         logps = marginal.log_softmax(-1)
-        top, index = logps.topk(min(CANDIDATES, width), dim=-1)  # [B, D, K]
+        top, index = logps.topk(min(CANDIDATES, base.shape[-1]), dim=-1)  # [B, D, K]
         cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates
         candidates = self.vocab[index]  # [B, D, K]
         children = self.child_rows[index[:, 1:]]  # [B, D-1, K, r]
@@ -107,8 +120,7 @@ class MarkovScorer:
         bias = self._gated(rows, later_gates) @ children.transpose(-1, -2)  # [B, D-1, K, K]
         scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + scaled(bias.float(), draws, 1)
         conditional = scores.log_softmax(-1) + cover[:, 1:, None, None]
-        tokens, first, table = candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy()
-        return [MarkovProposal(t, f, c) for t, f, c in zip(tokens, first, table, strict=True)]
+        return MarkovTables(candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy())
 
     def _state_gate(self, hidden: Tensor) -> Tensor | None:
         if self.gate is None:

@@ -1,4 +1,5 @@
-/* The decoder's layers on the CPU in one call: norm, QKV, rotation, cache, attention, output, norm, gate/up, down.
+/* The decoder's layers on the CPU in one call: norm, QKV, rotation, cache, attention, output, norm, gate/up, down; and a draft head's
+ * path scorer.
  *
  * One parallel region covers all layers; its threads meet at barriers between the stages, and each stage is divided so that no result
  * depends on the division. Activations are float32 [M][width], the residual stream `x` is updated in place.
@@ -9,6 +10,7 @@
 #include "native_attention.h"
 #include "native_math.h"
 #include "native_product.h"
+#include "native_scorer.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -304,5 +306,28 @@ int jetspec_attend(const segments *plan, int64_t layer_index, int64_t heads, int
             }
         free(scratch);
     }
+    return failed;
+}
+
+/* A path scorer's candidates and their log-probs for a batch. Returns 0, or 1 without memory. */
+int jetspec_markov(const markov_head *h, const markov_job *j)
+{
+    markov_shared w;
+    if (lay_out_shared(h, j->batch * h->depth, &w)) return 1;
+    int failed = 0;
+#pragma omp parallel
+    {
+        markov_scratch s;
+        void *scratch = lay_out_scratch(h, w.row, &s);
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        if (!failed) score_stages(h, j, &w, &s, thread_id(), thread_count());
+        free(scratch);
+    }
+    free(w.gates);
+    free(w.added);
     return failed;
 }

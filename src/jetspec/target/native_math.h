@@ -50,16 +50,18 @@ static inline lanes exp_negative(lanes x)
     return (lanes)((integers)exp_in_range(safe) & ~tiny);
 }
 
-/* x / (1 + exp(-x)) */
-static inline lanes silu(lanes x)
+/* x / (1 + exp(-gate)), which is x times the logistic function of `gate` */
+static inline lanes gated(lanes x, lanes gate)
 {
-    lanes z = -x;
+    lanes z = -gate;
     integers high = z > 87.0f, low = z < -87.0f;
     z = (lanes)(((integers)z & ~high & ~low) | ((integers)all(87.0f) & high) | ((integers)all(-87.0f) & low));
     lanes below = 1.0f + exp_in_range(z);
     below = (lanes)(((integers)below & ~high) | ((integers)all(INFINITY) & high));
     return x / below;
 }
+
+static inline lanes silu(lanes x) { return gated(x, x); }
 
 static inline float sum_lanes(lanes a)
 {
