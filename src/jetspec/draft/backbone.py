@@ -17,7 +17,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.target.attention import Visibility
 from jetspec.target.cache import KVCache
 from jetspec.target.linear import Linear, in_half
-from jetspec.target.native_decoder import NativeStack
+from jetspec.target.native_decoder import NativeStack, native_place
 from jetspec.target.plan import Plan, Segment
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
@@ -165,14 +165,29 @@ class Backbone:
         positions = [
             n for start, part in zip(starts, parts, strict=True) for n in range(start, start + part.shape[0])
         ]
-        cos, sin = self.rotary.at(torch.tensor(positions, device=features.device), max(positions))
-        k = rotate(unit_rms(both[:, 0], model.rms_norm_eps) * self._k_norm, cos, sin)
-        stored = torch.stack([k, both[:, 1]]).transpose(1, 2)  # [2, layers * kv_heads, rows, head_dim]
-        stored = stored.unflatten(1, (model.num_layers, -1)).transpose(0, 1)
-        row = 0
-        for key, start, part in zip(keys, starts, parts, strict=True):
-            count = part.shape[0]
-            self.cache.block(key)[:, :, :, start : start + count] = stored[:, :, :, row : row + count]
-            row += count
+        rotary = self.rotary.at(torch.tensor(positions, device=features.device), max(positions))
+        counts = [part.shape[0] for part in parts]
+        self._place(both, rotary, list(zip(keys, starts, counts, strict=True)))
         for key, part in zip(keys, parts, strict=True):
             self.cache.keep(key, range(part.shape[0]))
+
+    def _place(self, rows: Tensor, rotary: tuple[Tensor, Tensor], places: list[tuple[int, int, int]]) -> None:
+        """Norm and rotate keys, and write them and their values into the cache.
+
+        rows: [n, 2, layers * kv_heads, head_dim], keys before values; rotary: cosine and sine [n, 1,
+        rotary_dim]; places: sequence, first slot and number of rows, in the order of the rows.
+        """
+        eps, row = self.model.rms_norm_eps, 0
+        if self.native is not None:
+            for key, start, count in places:
+                own = slice(row, row + count)
+                turn = rotary[0][own], rotary[1][own]
+                native_place(rows[own], self._k_norm, eps, turn, self.cache.block(key), start)
+                row += count
+            return
+        k = rotate(unit_rms(rows[:, 0], eps) * self._k_norm, *rotary)
+        stored = torch.stack([k, rows[:, 1]]).transpose(1, 2)  # [2, layers * kv_heads, n, head_dim]
+        stored = stored.unflatten(1, (self.model.num_layers, -1)).transpose(0, 1)
+        for key, start, count in places:
+            self.cache.block(key)[:, :, :, start : start + count] = stored[:, :, :, row : row + count]
+            row += count

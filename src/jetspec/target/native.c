@@ -144,6 +144,25 @@ static void place_row(const job *j, const layer *l, int64_t index, workspace *w,
     }
 }
 
+/* Keys and values of all layers that were made elsewhere, rows [count][2][layers * kv_heads][dim]: norm and turn the keys, and write all
+ * into a cache block from row `start` on. norm: [layers * kv_heads][dim]. */
+void jetspec_place(const float *rows, const float *norm, const float *cosine, const float *sine, float *block, int64_t count,
+                   int64_t layers, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t capacity, int64_t start, double eps)
+{
+    int64_t heads = layers * kv_heads;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < heads; n++) {
+        float *keys = block + ((n / kv_heads * 2 * kv_heads + n % kv_heads) * capacity + start) * dim;
+        float *values = keys + kv_heads * capacity * dim;
+        for (int64_t r = 0; r < count; r++) {
+            const float *own = rows + (r * 2 * heads + n) * dim;
+            rms_norm(own, norm + n * dim, dim, (float)eps, keys + r * dim);
+            rotate(keys + r * dim, cosine + r * rotary, sine + r * rotary, rotary);
+            memcpy(values + r * dim, own + heads * dim, sizeof(float) * (size_t)dim);
+        }
+    }
+}
+
 static int64_t nanoseconds(void)
 {
     struct timespec t;

@@ -182,3 +182,24 @@ def native_output(
         None if result is None else result.data_ptr(),
     )
     return hidden, result
+
+
+def native_place(
+    rows: Tensor, norm: Tensor, eps: float, rotary: tuple[Tensor, Tensor], block: Tensor, start: int
+) -> None:
+    """Norm and rotate keys of all layers, and write them and their values into a cache block [layers, 2,
+    kv_heads, capacity, dim] from row `start` on.
+
+    rows: [n, 2, layers * kv_heads, dim], keys before values, not yet normed; norm: [layers * kv_heads, dim];
+    rotary: cosine and sine [n, 1, rotary_dim].
+    """
+    layers, _, kv_heads, capacity, dim = block.shape
+    count = rows.shape[0]
+    cos, sin = (part.contiguous() for part in rotary)
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (rows, norm, block))
+    assert rows.shape == (count, 2, layers * kv_heads, dim) and norm.shape == (layers * kv_heads, dim)
+    assert cos.shape[0] == count and start + count <= capacity
+    lib = library()
+    assert lib is not None
+    pointers = (x.data_ptr() for x in (rows, norm, cos, sin, block))
+    lib.jetspec_place(*pointers, count, layers, kv_heads, dim, cos.shape[-1], capacity, start, eps)

@@ -56,11 +56,12 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_layers.restype = ctypes.c_int
     found.jetspec_attend.argtypes = [pointer] + [integer] * 5 + [pointer, integer] * 3 + [pointer]
     found.jetspec_attend.restype = ctypes.c_int
+    found.jetspec_place.argtypes = [pointer] * 5 + [integer] * 7 + [real]
     found.jetspec_markov.argtypes = [pointer, pointer]
     found.jetspec_markov.restype = ctypes.c_int
     found.jetspec_read.argtypes = [pointer, integer]
     found.jetspec_read.restype = ctypes.c_float
-    for name in ("jetspec_pack", "jetspec_product", "jetspec_output"):
+    for name in ("jetspec_pack", "jetspec_product", "jetspec_output", "jetspec_place"):
         getattr(found, name).restype = None
     return found
 
