@@ -66,6 +66,10 @@ class Backbone:
         self.output = Linear(in_half(matrix[vocab]))
         self.direct = Linear(weights["direct_proj.weight"]) if config.direct else None
         self.mask_row = self.embed(torch.tensor([config.mask_token_id], device=device))  # [1, H]
+        self._empty_block = self.mask_row.repeat(config.block_size, 1)  # [block, H], the root's row not in it
+        self._empty_block[0] = 0.0
+        if config.slot_embedding:
+            self._empty_block += weights["slot_embed.weight"]
         self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
         self.cache = KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype, device=device)
         self._pending: dict[int, list[Tensor]] = {}
@@ -126,17 +130,21 @@ class Backbone:
         """The block's input: the root's embedding, then mask embeddings, plus the optional parts."""
         config, block = self.config, self.config.block_size
         root = self.embed(torch.tensor(list(roots), device=self.mask_row.device))  # [B, H]
-        x = self.mask_row.expand(len(keys), block, -1).clone()
-        x[:, 0] = root
-        if config.slot_embedding:
-            x += self.weights["slot_embed.weight"]
+        x = self._empty_block.expand(len(keys), block, -1).clone()
+        x[:, 0] += root
         if self.direct is not None:
             count = len(config.taps)
-            zeros = root.new_zeros(1, count * root.shape[1])
-            last = torch.cat([self._last.get(key, zeros) for key in keys])
+            last = self._last_taps(keys, count * root.shape[1])
             joined = torch.cat([root, split_norm(last, count, self.model.rms_norm_eps)], dim=-1)
             x += self.direct(joined).unsqueeze(1)
         return x.view(len(keys) * block, -1)
+
+    def _last_taps(self, keys: Many[int], width: int) -> Tensor:
+        """The newest taps [B, width] of the sequences, zeros where there are none."""
+        rows = [self._last.get(key) for key in keys]
+        if len(rows) == 1 and rows[0] is not None:
+            return rows[0]
+        return torch.cat([self.mask_row.new_zeros(1, width) if row is None else row for row in rows])
 
     def _plan(self, keys: Many[int]) -> Plan:
         block, device = self.config.block_size, self.mask_row.device
