@@ -26,7 +26,7 @@ lint: $(STAMP) ## check style, format and types
 
 bench: $(STAMP) ## measure the forward's cost and all methods here; results go to the README
 	$(BIN)/python benchmarks/forward.py
-	$(BIN)/jetspec bench --methods jetspec-tree,jetspec-chain,hf-generate,hf-lookup --budgets 8,16,auto --tokens 128 \
+	$(BIN)/jetspec bench --methods jetspec-tree,jetspec-chain,hf-generate,hf-lookup --budgets 8,16,auto --tokens 128 --outside-prompts 2 \
 		--out benchmarks/results/bench.jsonl
 	$(BIN)/jetspec bench --heads heads/smollm2-135m --temperatures 0,1 --out benchmarks/results/bench.jsonl
 	$(BIN)/python benchmarks/table.py

@@ -171,6 +171,18 @@ def test_gains_outlive_the_process() -> None:
     assert all(run(AdaptiveBudget(again), Head(), machine, 20).drafted)
 
 
+def test_the_first_text_drafts_where_a_calibration_promises_it() -> None:
+    """Guards the first impression: a head that was measured when it was calibrated need not prove itself
+    again, node by node, in everybody's first answer. A promise that is not kept is seen through."""
+    machine = Machine()
+    gains = {"greedy": [0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02]}
+    maps = {Group(False, True, 0): [Knot(-3.0, -3.0, 9)]}
+    log = run(AdaptiveBudget(knowledge(machine, calibration=Calibration(maps, gains))), Head(), machine, 20)
+    assert all(log.drafted)
+    kept = knowledge(machine, calibration=Calibration(maps, gains))
+    assert sum(run(AdaptiveBudget(kept), Head(right=False), machine, 80).drafted) <= 12
+
+
 def test_a_machine_that_no_longer_fits_is_measured_again() -> None:
     """Guards against costs from a busy hour: where rounds take much longer or shorter than measured, the
     costs are measured again, and the file goes."""

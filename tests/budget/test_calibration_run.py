@@ -80,6 +80,9 @@ def test_the_command_writes_what_auto_reads(tiny_folder: Path, head_folder: Path
     kept = load_calibration(head_folder, drafter.shared_noise)  # type: ignore[attr-defined]
     assert known is not None and kept is not None
     assert known.calibration.knots == kept.knots != Calibration().knots
+    gains = kept.gains["greedy"]
+    assert 1 <= len(gains) <= 8 and list(gains) == sorted(gains, reverse=True) and gains[-1] >= 0.0
+    assert tuple(known.prospects["greedy"].gains) == gains
     text = jetspec("calibrate", *arguments, "--tokens", 60, "--nodes", 8).out
     assert "a path is accepted" in text and "held-out half" in text
 

@@ -26,6 +26,7 @@ LAST = 20 * STEPS  # rarer paths count as this one
 _LEAST = 1e-6
 _BINS, _BIN_SIZE = 20, 60  # most bins of a group, least nodes in a bin
 _PRIOR = 10.0  # nodes that the wider group counts for in each bin
+KINDS = ("greedy", "sampled")
 
 
 class Group(NamedTuple):
@@ -49,10 +50,17 @@ class Calibration:
 
     Args:
         knots: stated log-probs ascending, chances non-decreasing and at most 0.0.
+        gains: by kind of sampling (`KINDS`) the mean chance of a tree's best node, second best, ..., as far
+            as it was looked at: what a first draft may promise.
     """
 
-    def __init__(self, knots: Mapping[Group, Many[Knot]] | None = None) -> None:
+    def __init__(
+        self,
+        knots: Mapping[Group, Many[Knot]] | None = None,
+        gains: Mapping[str, Many[float]] | None = None,
+    ) -> None:
         self.knots = {group: tuple(points) for group, points in (knots or {}).items() if points}
+        self.gains = {kind: tuple(values) for kind, values in (gains or {}).items() if values}
         self._tables: list[list[list[float]]] = [[], [], [], []]  # [sampled and spine][depth]
 
     def table(self, group: Group) -> list[float]:
@@ -70,7 +78,11 @@ class Calibration:
 
     def without_sampled(self) -> Calibration:
         """The maps of greedy decoding alone."""
-        return Calibration({group: points for group, points in self.knots.items() if not group.sampled})
+        greedy = KINDS[False]
+        return Calibration(
+            {group: points for group, points in self.knots.items() if not group.sampled},
+            {greedy: self.gains[greedy]} if greedy in self.gains else None,
+        )
 
     def _points(self, group: Group) -> Many[Knot]:
         for sampled in (group.sampled, not group.sampled):
@@ -164,16 +176,32 @@ class Sample(NamedTuple):
     path: tuple[int, ...]
 
 
-def fit(samples: Iterable[Sample]) -> Calibration:
+def fit(samples: Many[Sample]) -> Calibration:
     """Maps from verified trees: per group, bins of equal counts along the stated log-prob, their share of
     accepted nodes, made monotone. A bin leans on the group of all depths, and that one on the head's word.
+    With them the mean gains of these trees.
     """
     nodes = by_group(samples)
     knots: dict[Group, list[Knot]] = {}
     for group in sorted(nodes):  # depth 0 first
         wider = tabulate(knots.get(Group(group.sampled, group.spine, 0), ()))
         knots[group] = _fit_group(nodes[group], wider)
-    return Calibration(knots)
+    maps = Calibration(knots)
+    return Calibration(knots, {kind: _mean_gains(samples, maps, n == 1) for n, kind in enumerate(KINDS)})
+
+
+def _mean_gains(samples: Many[Sample], maps: Calibration, sampled: bool) -> list[float]:
+    """Of the ranks that every tree has, up to those few that ended early."""
+    trees = [
+        sorted(chances(maps, sample.tree, sampled)[1:], reverse=True)
+        for sample in samples
+        if sample.sampled == sampled
+    ]
+    if not trees:
+        return []
+    usual = sorted(map(len, trees))[len(trees) // 10]
+    ranks = [[tree[n] for tree in trees if n < len(tree)] for n in range(usual)]
+    return [float(f"{sum(rank) / len(rank):.4g}") for rank in ranks]
 
 
 def by_group(samples: Iterable[Sample]) -> dict[Group, list[tuple[float, bool]]]:
@@ -275,8 +303,8 @@ def to_values(calibration: Calibration) -> list[dict[str, Any]]:
     ]
 
 
-def from_values(values: Any) -> Calibration:
-    """Raises ValueError, TypeError or KeyError if these are not maps."""
+def from_values(values: Any, gains: Mapping[str, Any] | None = None) -> Calibration:
+    """Raises ValueError, TypeError or KeyError if these are not maps, or not chances."""
     knots: dict[Group, list[Knot]] = {}
     for entry in values:
         group = Group(bool(entry["sampled"]), bool(entry["spine"]), int(entry["depth"]))
@@ -287,4 +315,7 @@ def from_values(values: Any) -> Calibration:
         if not (points and rising and chance[-1] <= 0.0 and all(map(math.isfinite, stated + chance))):
             raise ValueError(f"the map of {group} is not monotone")
         knots[group] = points
-    return Calibration(knots)
+    means = {kind: [float(gain) for gain in (gains or {}).get(kind, ())] for kind in KINDS}
+    if not all(0.0 <= gain <= 1.0 for own in means.values() for gain in own):
+        raise ValueError("gains are chances")
+    return Calibration(knots, means)

@@ -47,7 +47,7 @@ def load_calibration(folder: Path, shared_noise: bool | None = None) -> Calibrat
             raise ValueError("another format")
         if values["weights"] != weights_print(folder):
             raise ValueError("made for other weights")
-        found = from_values(values["maps"])
+        found = from_values(values["maps"], values.get("gains"))
         return found if values.get("shared_noise") == shared_noise else found.without_sampled()
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         say(f"{path} is left out ({error}); make it again with jetspec calibrate --head {folder}")
@@ -64,6 +64,7 @@ def save_calibration(folder: Path, calibration: Calibration, facts: Mapping[str,
         "format": _FORMAT,
         "weights": weights_print(folder),
         **facts,
+        "gains": {kind: list(own) for kind, own in calibration.gains.items()},
         "maps": to_values(calibration),
     }
     partial = folder / (FILE + ".tmp")
@@ -79,7 +80,8 @@ def save_calibration(folder: Path, calibration: Calibration, facts: Mapping[str,
 
 
 def _compact(values: Mapping[str, Any]) -> str:
-    """JSON with one line per map."""
+    """JSON with one line per map, and one for the gains."""
     maps = ",\n    ".join(json.dumps(entry) for entry in values["maps"])
-    rest = json.dumps({name: value for name, value in values.items() if name != "maps"}, indent=2)
-    return f'{rest[:-2]},\n  "maps": [\n    {maps}\n  ]\n}}'
+    rest = {name: value for name, value in values.items() if name not in ("maps", "gains")}
+    head = json.dumps(rest, indent=2)[:-2]
+    return f'{head},\n  "gains": {json.dumps(values["gains"])},\n  "maps": [\n    {maps}\n  ]\n}}'

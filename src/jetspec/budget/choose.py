@@ -13,7 +13,7 @@ from jetspec.budget.base import Budget
 from jetspec.budget.calibration_file import load_calibration
 from jetspec.budget.fixed import DEFAULT_BUDGET, FixedBudget
 from jetspec.budget.knowledge import Knowledge
-from jetspec.budget.profile import SECONDS, Measurement, measure
+from jetspec.budget.profile import SECONDS, SECONDS_AGAIN, Measurement, measure
 from jetspec.budget.store import CostFile, cost_facts
 from jetspec.draft.base import Drafter
 from jetspec.target.storage import say
@@ -103,7 +103,7 @@ def _measure_again(target: Target, drafter: Drafter, grow: Grow) -> Callable[[],
         if here is None or there is None:
             return None
         try:
-            return measure(here, there, grow)
+            return measure(here, there, grow, SECONDS_AGAIN)
         except Exception:  # it had worked before; what is known goes on being used
             return None
 

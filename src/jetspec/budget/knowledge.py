@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import Calibration, Sample
+from jetspec.budget.calibrate import KINDS, Calibration, Sample
 from jetspec.budget.correction import Correction
 from jetspec.budget.cost import RoundSize
 from jetspec.budget.early import fit_early
@@ -23,9 +23,8 @@ from jetspec.tree import Tree
 _TRUST = {False: 1.0, True: 30.0}  # in the chances as they come, without and with a calibration
 _FIRST_FIT, _WINDOW = 8, 1500  # trees: before the first fit of maps, and that a fit looks at
 _ODD, _VERY_ODD = 1.7, 4.0  # times slower or faster than measured; such a machine is measured again...
-_MEASURE_SHARE = 0.02  # ...if that takes no more than this share of the time since; less each time
+_MEASURE_SHARE = 0.02  # ...if that takes no more than this share of the rounds since; less each time
 _KEEP_SECONDS = 60.0
-KINDS = ("greedy", "sampled")
 
 
 class Knowledge:
@@ -33,7 +32,8 @@ class Knowledge:
 
     Args:
         measured: costs, as measured or read from the cache.
-        gains: mean chances by rank and kind of sampling, as met in earlier processes.
+        gains: mean chances by rank and kind of sampling, as met in earlier processes; else those that the
+            calibration was made on.
         calibration: of the head; None takes the head's word until rounds say otherwise.
         measure: measures again; it may return None.
         file: where the costs are kept.
@@ -51,14 +51,16 @@ class Knowledge:
         self.cost, self._measuring, self.noisy = measured
         self.calibration = calibration if calibration is not None else Calibration()
         self.correction = Correction(_TRUST[calibration is not None])
-        self.prospects = {name: Prospect((gains or {}).get(name, ())) for name in KINDS}
+        first = {**self.calibration.gains, **(gains or {})}
+        self.prospects = {name: Prospect(first.get(name, ())) for name in KINDS}
         self.situations: dict[tuple[int, bool], Situation] = {}
         self._samples: deque[Sample] | None = None if calibration is not None else deque(maxlen=_WINDOW)
         self._fit_at = _FIRST_FIT
         self._trees = 0
         self._measure, self._file = measure, file
         self._measured_again = 0
-        self._measured_at = self._kept_at = time.monotonic()
+        self._spent = 0.0  # seconds of rounds since the last measurement
+        self._kept_at = time.monotonic()
 
     def prospect(self, sampled: bool) -> Prospect:
         """What drafting brings with one kind of sampling."""
@@ -97,18 +99,18 @@ class Knowledge:
     def learn(self, size: RoundSize, spent: Spent) -> None:
         """Refine the costs by a round; measure them again, or keep them, if it is time to."""
         self.cost.learn(size, spent)
-        now = time.monotonic()
+        self._spent += sum(spent)
         if self.noisy or self.odd > _ODD:
             share = (1 if self.odd < _VERY_ODD else 10) * _MEASURE_SHARE / 2**self._measured_again
-            if now - self._measured_at > self._measuring / share:
+            if self._spent > self._measuring / share:
                 self._measure_again()
-        elif now - self._kept_at > _KEEP_SECONDS:
+        elif time.monotonic() - self._kept_at > _KEEP_SECONDS:
             self.keep()
 
     def _measure_again(self) -> None:
         self._measured_again += 1
         measured = self._measure()
-        self._measured_at = time.monotonic()
+        self._spent = 0.0
         if measured is not None:
             self.cost, self._measuring, self.noisy = measured
             self.keep()

@@ -23,7 +23,7 @@ from jetspec.target.plan import pack
 from jetspec.target.target import Target
 from jetspec.tree import Grow, Tree
 
-SECONDS = 2.4
+SECONDS, SECONDS_AGAIN = 2.4, 0.8  # at the first use; between rounds, where somebody waits for tokens
 _PASSES = 9
 _BATCH = 4
 _MANY = 16  # sequences drafted for at once, at most
