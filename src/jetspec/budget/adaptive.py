@@ -53,7 +53,8 @@ class AdaptiveBudget:
         prospect = known.prospect(sampled)
         contexts = [s.position for s in sequences]
         members, changed = self._members.of(sequences)
-        plain = known.cost.plain(contexts)
+        bias = known.bias(count)
+        plain = known.cost.plain(contexts) * bias.plain
         forecaster.meet(count, sampled, changed)
         forecaster.look(known.cost, prospect, contexts, plain, members)
         outlook = forecaster.outlook
@@ -67,6 +68,7 @@ class AdaptiveBudget:
             members,
             drafts=[False] * count,
             extra=[False] * count,
+            compared=bias.known,
         )
         able = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
         choose(turn, known.cost, forecaster.hoped, able)
@@ -142,6 +144,7 @@ class AdaptiveBudget:
         else:
             turn.prospect.wait()
             turn.prospect.pay(1.0, 0.0)
+        known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size))
         if turn.learns:
             known.learn(size, spent)
         if turn.allowed is not None:

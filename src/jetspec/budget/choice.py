@@ -14,7 +14,8 @@ _EXPLORE = 4  # in every fourth round sizes may be tried whose cost is not known
 _SETTLED = 96  # rounds after which every second one is learned from: the time is better spent on decoding
 _ABOUT = 0.95  # speedup that counts as about none
 _CLOSE, _CHECK = 1.3, 64  # smaller speedups are checked against a plain round, after so many rounds...
-_CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close
+_CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...
+_FIRST = 3  # ...or where that was hardly ever done
 _EXTRA = 8  # one in so many sequences may be drafted for to see whether its drafts have got better
 
 
@@ -34,7 +35,7 @@ def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> Non
     situation.rounds += 1
     if worth_drafting(turn):
         situation.undrafted += 1
-        often = _OFTEN if turn.forecast < _CLOSER else _CHECK
+        often = _FIRST if not turn.compared else _OFTEN if turn.forecast < _CLOSER else _CHECK
         if turn.forecast < _CLOSE and situation.undrafted > often:
             situation.undrafted = 0  # whether drafting pays hangs on a plain round's cost: keep it fresh
             return

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
+from jetspec.budget.bias import Bias
 from jetspec.budget.calibrate import KINDS, Calibration, Sample
 from jetspec.budget.correction import Correction
 from jetspec.budget.cost import RoundSize
@@ -34,6 +35,7 @@ class Knowledge:
         measured: costs, as measured or read from the cache.
         gains: mean chances by rank and kind of sampling, as met in earlier processes; else those that the
             calibration was made on.
+        biases: of the costs, as met in earlier processes; see `Bias`.
         calibration: of the head; None takes the head's word until rounds say otherwise.
         measure: measures again; it may return None.
         file: where the costs are kept.
@@ -45,6 +47,7 @@ class Knowledge:
         calibration: Calibration | None = None,
         *,
         gains: Mapping[str, Many[float]] | None = None,
+        biases: Mapping[int, float] | None = None,
         measure: Callable[[], Measurement | None] = lambda: None,
         file: CostFile | None = None,
     ) -> None:
@@ -54,6 +57,7 @@ class Knowledge:
         first = {**self.calibration.gains, **(gains or {})}
         self.prospects = {name: Prospect(first.get(name, ())) for name in KINDS}
         self.situations: dict[tuple[int, bool], Situation] = {}
+        self.biases = {octave: Bias.kept(value) for octave, value in (biases or {}).items()}
         self._samples: deque[Sample] | None = None if calibration is not None else deque(maxlen=_WINDOW)
         self._fit_at = _FIRST_FIT
         self._trees = 0
@@ -73,6 +77,10 @@ class Knowledge:
         if found is None:
             found = self.situations[key] = Situation.first(count, nodes)
         return found
+
+    def bias(self, count: int) -> Bias:
+        """Of batches of about so many sequences."""
+        return self.biases.setdefault(count.bit_length(), Bias())
 
     def observe(self, tree: Tree, path: Many[int], sampled: bool) -> None:
         """The outcome of one verified tree. Without a calibration, maps are fitted as trees come in."""
@@ -123,4 +131,7 @@ class Knowledge:
         if self._file is not None and self.odd > _ODD:
             self._file.remove()
         elif self._file is not None and not self.noisy:
-            self._file.save(self.cost, {name: p.kept() for name, p in self.prospects.items() if p.gains})
+            gains = {name: p.kept() for name, p in self.prospects.items() if p.gains}
+            self._file.save(
+                self.cost, gains, {n: bias.value for n, bias in self.biases.items() if bias.known}
+            )

@@ -56,10 +56,13 @@ def cost_facts(target: Target, drafter: Drafter, grow: Grow) -> dict[str, Any]:
 
 
 class Kept(NamedTuple):
-    """What a file holds: the costs, and the mean gains of drafts by kind of sampling (see Prospect)."""
+    """What a file holds: the costs, the mean gains of drafts by kind of sampling (see Prospect), and how far
+    the costs of drafted and plain rounds are out of proportion, by batch size in octaves (see Bias).
+    """
 
     cost: CostModel
     gains: dict[str, list[float]]
+    biases: dict[int, float]
 
 
 class CostFile:
@@ -81,11 +84,16 @@ class CostFile:
             if values["format"] != _FORMAT or values["facts"] != self.facts:
                 return None
             gains = {str(name): _chances(found) for name, found in values["gains"].items()}
-            return Kept(CostModel.from_values(values["cost"]), gains)
+            biases = {int(octave): float(value) for octave, value in values.get("biases", {}).items()}
+            if not all(abs(value) <= 1.0 for value in biases.values()):
+                raise ValueError("a bias is out of range")
+            return Kept(CostModel.from_values(values["cost"]), gains, biases)
         except (OSError, StorageError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
-    def save(self, cost: CostModel, gains: Mapping[str, Many[float]]) -> bool:
+    def save(
+        self, cost: CostModel, gains: Mapping[str, Many[float]], biases: Mapping[int, float] | None = None
+    ) -> bool:
         """Write the file; whichever process writes last stays. False where it cannot be written, which costs
         a measurement at the next start and nothing else.
         """
@@ -93,6 +101,7 @@ class CostFile:
             "format": _FORMAT,
             "facts": self.facts,
             "gains": {name: list(own) for name, own in gains.items()},
+            "biases": {str(octave): round(value, 4) for octave, value in (biases or {}).items()},
         }
         text = json.dumps({**values, "cost": cost.to_values()})
         try:

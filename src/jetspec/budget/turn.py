@@ -99,6 +99,7 @@ class Turn:
     explores  whether a size may be tried whose cost is not known
     least     nodes to verify in any case, of all sequences together
     learns    whether chances and costs are refined by it
+    compared  whether drafted rounds of such batches were compared with plain ones often enough
     grown     nodes
     stated    chances of the nodes of every grown tree
     expected  accepted nodes, per sequence
@@ -119,6 +120,7 @@ class Turn:
     explores: bool = False
     least: int = 0
     learns: bool = True
+    compared: bool = True
     grown: int = 0
     stated: list[list[float]] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
