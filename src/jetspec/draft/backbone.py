@@ -22,7 +22,10 @@ from jetspec.target.plan import Plan, Segment
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
 
-_FLUSH_ROWS = 128  # taps kept back until the next draft; more (prefill) are projected at once
+# Taps kept back until the next draft; more are projected at once. Requests that are never drafted for, as in
+# large batches, mostly end before.
+_FLUSH_ROWS = 512
+_PREFILL_ROWS = 128  # so many at once are a prompt, and projected then
 
 
 def split_norm(x: Tensor, parts: int, eps: float) -> Tensor:
@@ -73,6 +76,7 @@ class Backbone:
         self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
         self.cache = KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype, device=device)
         self._pending: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, int] = {}  # their rows
         self._last: dict[int, Tensor] = {}  # the newest taps row [1, taps * H] of each sequence
 
     def observe(self, key: int, taps: Tensor) -> None:
@@ -82,7 +86,8 @@ class Backbone:
         parts = self._pending.setdefault(key, [])
         parts.append(taps)
         self._last[key] = taps[-1:]
-        if sum(part.shape[0] for part in parts) >= _FLUSH_ROWS:
+        waiting = self._waiting[key] = self._waiting.get(key, 0) + taps.shape[0]
+        if waiting >= _FLUSH_ROWS or taps.shape[0] >= _PREFILL_ROWS:
             self._project([key])
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -92,6 +97,7 @@ class Backbone:
     def free(self, key: int) -> None:
         """Forget a sequence."""
         self._pending.pop(key, None)
+        self._waiting.pop(key, None)
         self._last.pop(key, None)
         if key in self.cache:
             self.cache.free(key)
@@ -164,6 +170,8 @@ class Backbone:
             return
         model = self.model
         parts = [torch.cat(self._pending.pop(key)) for key in keys]
+        for key in keys:
+            self._waiting.pop(key, None)
         features = rms_norm(
             self.fusion(torch.cat(parts)), self.weights["hidden_norm.weight"], model.rms_norm_eps
         )
