@@ -7,6 +7,7 @@ decoding gives, and whatever is compared is paired.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
@@ -127,7 +128,7 @@ class Walk:
     def grow(self, proposal: Proposal, budget: int) -> Tree:
         """The best-first tree that a round of decoding grows at the present root: no deeper than there is
         room for."""
-        return _grow(self.sequence, proposal, budget, best_first)
+        return _grow(self.sequence, proposal, budget, -math.inf, best_first)
 
     def path(self, tree: Tree) -> list[int]:
         """The nodes of a tree at the present root that agree with the text, the root first. Nothing agrees
