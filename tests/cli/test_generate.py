@@ -34,7 +34,8 @@ def plain(tiny_folder: Path) -> LanguageModel:
 def test_the_text_alone_is_on_standard_output(tiny_folder: Path, plain: LanguageModel) -> None:
     """Guards pipes: text on stdout, ended by a line break, and speeds on stderr unless --quiet."""
     expected = printable(plain.generate("Hello", max_tokens=30).text) + "\n"
-    done = jetspec("Hello", "-n", 30, "--model", tiny_folder, "--head", "decoy")
+    # A fixed budget: whether drafting pays on a model this small, auto finds out anew on every machine.
+    done = jetspec("Hello", "-n", 30, "--model", tiny_folder, "--head", "decoy", "--budget", 8)
     assert (done.code, done.out) == (0, expected)
     first, second = done.err.splitlines()
     assert re.search(r"^30 tokens · [\d.]+ tok/s · τ \d\.\d+ over \d+ rounds · \d+% of the tokens", first)
@@ -164,7 +165,7 @@ def test_threads_are_set(tiny_folder: Path) -> None:
 
 def test_compare_says_identical(tiny_folder: Path) -> None:
     """Guards the comparison's report, as text and as JSON."""
-    given = ["Hello", "-n", 20, "--model", tiny_folder, "--head", "decoy", "--compare"]
+    given = ["Hello", "-n", 20, "--model", tiny_folder, "--head", "decoy", "--budget", 8, "--compare"]
     done = jetspec(*given)
     assert done.code == 0
     assert re.search(r"^plain +20 tokens +[\d.]+ tok/s", done.out, re.M)
@@ -183,7 +184,8 @@ def test_compare_says_where_texts_differ(tiny_folder: Path, monkeypatch: pytest.
         keep(self, key, range(len(path)))
 
     monkeypatch.setattr(KVCache, "keep", wrong)
-    done = jetspec("Hello", "-n", 40, "--model", tiny_folder, "--head", "decoy", "--compare")
+    given = ["Hello", "-n", 40, "--model", tiny_folder, "--head", "decoy", "--budget", 8, "--compare"]
+    done = jetspec(*given)
     assert done.code == 1
     assert re.search(r"the texts differ at token \d+: plain \".*NOT a numeric tie", done.out)
 
@@ -221,7 +223,7 @@ def test_colours_are_for_terminals(tiny_folder: Path, more: list[str]) -> None:
     environment = {**os.environ, "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "jetspec", "Hello", "-n", "12", "--model", str(tiny_folder)]
-    command += ["--head", "decoy", *more]
+    command += ["--head", "decoy", "--budget", "8", *more]
     process = subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=subprocess.PIPE, env=environment
     )

@@ -129,7 +129,8 @@ def test_training_and_decoding_compute_the_same(name: str) -> None:
                 own = logps[n, column, depth]
                 assert len(found) == len(own)
                 wanted = torch.tensor([found[token] for token in drafter.network.vocab.tolist()])
-                assert (own - wanted).abs().max() < CLOSE, (n, anchor, depth)
+                # Drafting reads an MTP head's output matrix in half precision, see `in_half`.
+                assert (own - wanted).abs().max() < (10 if name.startswith("mtp") else 1) * CLOSE, (n, anchor)
                 checked += 1
                 following = tokens[anchor + 1 + depth]
                 if following not in found:  # outside the draft vocabulary: no such child
