@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _FRESH = 12  # rounds in which the machine is taken to be as fast as before
 _NEWEST = 0.3  # share of the newest round in the mean of its kind
@@ -26,9 +26,8 @@ class Bias:
 
     value: float = 0.0
     samples: int = 0
-    _mean: tuple[float, float] = (0.0, 0.0)  # of plain rounds, of drafted ones
-    _seen: tuple[int, int] = (-(10**9), -(10**9))
-    _rounds: int = 0
+    _mean: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of plain rounds, of drafted ones
+    _since: list[int] = field(default_factory=lambda: [_FRESH, _FRESH])  # rounds since the last of each
 
     @staticmethod
     def kept(value: float) -> Bias:
@@ -47,20 +46,15 @@ class Bias:
 
     def see(self, drafted: bool, ratio: float) -> None:
         """A round of so many times the modelled seconds."""
-        self._rounds += 1
-        own = math.log(max(ratio, 1e-3))
-        other = not drafted
-        if self._rounds - self._seen[other] <= _FRESH and self._is_turn(drafted):
+        own, other = math.log(max(ratio, 1e-3)), not drafted
+        if not self._since[
+            other
+        ]:  # the kind changes; usual rounds are not compared twice with an unusual one
             gap = own - self._mean[other] if drafted else self._mean[other] - own
             self.samples += 1
             share = max(1.0 / (self.samples + _PRIOR), _LEAST_SHARE)
             self.value += share * (min(_MOST, max(-_MOST, gap)) - self.value)
-        fresh = self._rounds - self._seen[drafted] <= _FRESH
-        mean = self._mean[drafted] + _NEWEST * (own - self._mean[drafted]) if fresh else own
-        self._mean = (mean, self._mean[1]) if not drafted else (self._mean[0], mean)
-        seen = self._rounds
-        self._seen = (seen, self._seen[1]) if not drafted else (self._seen[0], seen)
-
-    def _is_turn(self, drafted: bool) -> bool:
-        """Whether the kind changes: the usual rounds are not compared with one and the same unusual one."""
-        return self._seen[not drafted] == self._rounds - 1
+        share = _NEWEST if self._since[drafted] < _FRESH else 1.0
+        self._mean[drafted] += share * (own - self._mean[drafted])
+        self._since[drafted] = 0
+        self._since[other] += 1
