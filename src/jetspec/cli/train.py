@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Any
 from jetspec.cli import answer_options, options, train_options
 from jetspec.cli.answers import make_answers
 from jetspec.cli.loading import use_threads
+from jetspec.cli.train_settings import (
+    answers_given,
+    changed,
+    run_folder,
+    scorer_options,
+    starting_recipe,
+    timed,
+)
 from jetspec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ def train(
     from jetspec.train.pipeline import resolve_products
 
     with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
-        head = {"layers": layers, "block_size": block, "vocab": vocab, **_scorer(scorer, rank)}
+        head = {"layers": layers, "block_size": block, "vocab": vocab, **scorer_options(scorer, rank)}
         flags = {
             "plain": (plain, True),
             "causal": (bidirectional, False),
@@ -96,73 +104,17 @@ def train(
             "answers": {"tokens": tokens, "max_tokens": max_tokens, "batch": batch},
         }
         begin = None if from_head is None else read_source(from_head, model)
-        settings = _changed(_recipe(recipe, model, begin), tables, sets)
+        settings = changed(starting_recipe(recipe, model, begin), tables, sets)
         if begin is not None:
             begin.check_options(settings)
-        settings = _timed(settings, minutes, steps, seed)
+        folder = out if out is not None else run_folder(recipe, model, begin)
+        settings = timed(settings, minutes, steps, seed, folder, answers_given(tokens, sets))
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
-        folder = out if out is not None else _run_folder(recipe, model, begin)
         source = _Source(prompts, answers, exclude or [], skip_broken, raw, yes)
         use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
         _run(settings, target, folder, source, processes, begin)
-
-
-def _recipe(recipe: str | None, model: str, begin: SourceHead | None) -> Settings:
-    """The recipe; with a head to begin from, one of its method and with its shape, and with what a file of
-    the user's says about the shape, which is checked with the options.
-    """
-    from jetspec.train.recipe import change, find_recipe, stated_head
-
-    if begin is None:
-        return find_recipe(recipe or "jetspec", model)
-    settings = begin.adopt(find_recipe(recipe or begin.method, model))
-    return settings if recipe is None else change(settings, {"head": stated_head(recipe)}, recipe)
-
-
-def _run_folder(recipe: str | None, model: str, begin: SourceHead | None) -> Path:
-    """Where a run is kept unless --out says so."""
-    end = Path(model).name.lower()
-    if begin is not None:
-        return Path("runs") / f"{begin.method}-{end}-tuned"
-    name = recipe or "jetspec"
-    return Path("runs") / f"{Path(name).stem if name.endswith('.toml') else name}-{end}"
-
-
-def _scorer(scorer: str | None, rank: int | None) -> dict[str, Any]:
-    """The scorer and rank that one or both of the two options mean."""
-    if rank == 0 and scorer is None:
-        return {"scorer": "none", "rank": 0}
-    if scorer == "none" and rank is None:
-        return {"scorer": "none", "rank": 0}
-    return {"scorer": scorer, "rank": rank}
-
-
-def _changed(settings: Settings, tables: dict[str, dict[str, Any]], sets: list[str]) -> Settings:
-    from jetspec.train.recipe import change, parse_sets
-
-    given = {
-        name: {key: value for key, value in table.items() if value is not None}
-        for name, table in tables.items()
-    }
-    head = given["head"]  # a scorer without a rank, or a rank without a scorer, goes on from the recipe's
-    if hasattr(settings.head, "scorer"):
-        if head.get("scorer", "none") != "none" and "rank" not in head and not settings.head.rank:
-            head["rank"] = 64
-        if head.get("rank") and "scorer" not in head and settings.head.scorer == "none":
-            head["scorer"] = "gated"
-    return change(change(settings, given, "options"), parse_sets(sets), "--set")
-
-
-def _timed(settings: Settings, minutes: float | None, steps: int | None, seed: int) -> Settings:
-    """The length of the schedule: what is given replaces all that the recipe says about it."""
-    loop = replace(settings.loop, seed=seed)
-    if steps is not None:
-        loop = replace(loop, steps=steps, epochs=None)
-    if minutes is not None:
-        loop = replace(loop, minutes=minutes, steps=steps, epochs=None)
-    return replace(settings, loop=loop)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ def _change(name: str, text: str) -> Any:
     return typer.Option(name, help=text, show_default=False)
 
 
-Tokens = Annotated[int | None, _change("--tokens", "Answer tokens to make.")]
+Tokens = Annotated[
+    int | None, _change("--tokens", "Answer tokens to make; fewer if --minutes is less than the recipe's.")
+]
 MaxTokens = Annotated[int | None, _change("--max-tokens", "Longest answer, in tokens.")]
 Batch = Annotated[int | None, _change("--batch", "Prompts answered at once.")]
 Minutes = Annotated[
