@@ -103,13 +103,13 @@ def chi_square(
         return 0.0, len(expected)
     cells = [(e, seen[pair]) for pair, e in expected.items()]
     rest = (count - sum(e for e, _ in cells), count - sum(n for _, n in cells))
+    if len(cells) + (rest[0] >= _LEAST) < 2:
+        raise OptionError(f"{count} seeds are too few to tell laws apart; give more, such as --seeds 320")
     cells.sort()
     if rest[0] >= _LEAST:
         cells.append(rest)
     else:
         cells[0] = (cells[0][0] + rest[0], cells[0][1] + rest[1])
-    if len(cells) < 2:
-        raise OptionError(f"{count} seeds are too few to tell laws apart; give more, such as --seeds 320")
     statistic = sum((n - e) ** 2 / e for e, n in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1])), len(cells)
