@@ -27,6 +27,7 @@ from jetspec.train.weighting import LossOptions
 
 CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache with a reduced vocabulary
 _CHUNK_LOGITS = 2**24  # and take no more than 64 MB with a whole one
+_PART_LOGITS = 2**17
 
 Pairs: TypeAlias = Many[tuple[Tensor, Tensor]]
 
@@ -143,6 +144,17 @@ class _Chunk(NamedTuple):
     target: Tensor
     place: Tensor
 
+    def parts(self) -> Iterator[_Chunk]:
+        """A few rows after the other, as views: what is computed element by element of them stays in a core's
+        own cache. Places ascend, so a part's teachers are neighbours.
+        """
+        size = len(self.rows) if self.logits.is_cuda else max(1, _PART_LOGITS // self.logits.shape[-1])
+        for first in range(0, len(self.rows), size):
+            own = slice(first, first + size)
+            place = self.place[own]
+            low, high = int(place[0]), int(place[-1]) + 1
+            yield _Chunk(self.rows[own], self.logits[own], self.target[low:high], place - low)
+
 
 def _chunks(
     pairs: Pairs, teacher: Tensor, output: Tensor, teacher_row: Tensor, weight: Tensor
@@ -234,11 +246,12 @@ class _Fused(torch.autograd.Function):
         wanted = ctx.needs_input_grad[7:]
         grads = [torch.zeros_like(x) if want else None for x, want in zip(flat, wanted, strict=True)]
         for chunk in _chunks(pairs, teacher, output, teacher_row, share):
-            rows = chunk.rows
-            agree[rows] = chunk.logits.argmax(-1) == chunk.target.argmax(-1)[chunk.place]
-            value, grad, own = _learn(chunk, options, labels, overlap)
-            per_row[rows], found[rows] = value.to(per_row.dtype), own.to(found.dtype)
-            grad = grad.mul_(share[rows, None])  # d loss / d logits
+            rows, grad = chunk.rows, chunk.logits  # d loss / d logits takes the place of the logits
+            for part in chunk.parts():
+                agree[part.rows] = part.logits.argmax(-1) == part.target.argmax(-1)[part.place]
+                value, step, own = _learn(part, options, labels, overlap)
+                per_row[part.rows], found[part.rows] = value.to(per_row.dtype), own.to(found.dtype)
+                torch.mul(step, share[part.rows, None], out=part.logits)
             for n, (x, w) in enumerate(pairs):
                 for_x, for_w = grads[2 * n], grads[2 * n + 1]
                 if for_x is not None:
