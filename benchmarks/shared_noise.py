@@ -24,7 +24,7 @@ from torch import Tensor
 
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.path_scorer import MarkovScorer
-from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
+from jetspec.draft.shared_noise import NoiseWeights
 from jetspec.errors import OptionError
 from jetspec.noise import gumbel_noise
 from jetspec.sampling import Sampling
@@ -99,6 +99,7 @@ def follow(drafter: BlockDrafter, answers: list[Answer], budget: int) -> list[Ro
 def fit_weights(drafter: BlockDrafter, answers: list[Answer], stride: int) -> list[dict[str, float]]:
     """(a, b) of every depth, by maximum likelihood of the token that was drawn, given the true path before
     it; tokens outside the draft vocabulary are left out."""
+    drafter.extend(())
     scorer, vocab = drafter.scorer, drafter.noise.vocab
     if not isinstance(scorer, MarkovScorer):
         raise OptionError("--fit needs a head with a vanilla or gated scorer")
@@ -194,7 +195,7 @@ def main() -> int:
         base: list[Row] = []
         for name, weights in forms.items():
             drafter.shared_noise = weights is not None
-            drafter.noise = SharedNoise(drafter.noise.vocab, drafter.noise.depth, weights)
+            drafter.noise.weigh(weights or NoiseWeights())
             rows = follow(drafter, answers, budget)
             base = base or rows
             rounds = sum(r.rounds for r in rows)

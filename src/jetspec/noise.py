@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 NOISE_AT_ONCE = 2**25  # numbers of noise made in one piece
-_KEPT_BYTES = 2**26  # of rows that are kept on the processor
+_KEPT_BYTES = 2**27  # of rows that are kept on the processor
 
 _LOW32 = 0xFFFFFFFF
 _Row: TypeAlias = npt.NDArray[np.float32]
@@ -140,6 +140,22 @@ class _Rows:
 
 
 _rows = _Rows(_KEPT_BYTES)
+
+
+def noise_of(seeds: Sequence[int], positions: Sequence[int], ids: Tensor, vocab: int) -> Tensor:
+    """The noise [n, k] of some ids [k] of a vocabulary, for pairs of seed and position [n].
+
+    On the processor it is taken out of rows that are kept, where they have room: the target will ask for the
+    same rows.
+    """
+    where = torch.tensor(positions, device=ids.device)
+    if ids.device.type != "cpu" or 8 * len(seeds) * vocab > _KEPT_BYTES:
+        return gumbel_noise(seeds, where, ids)
+    chosen = ids.numpy()
+    found = np.empty((len(seeds), len(chosen)), np.float32)
+    for own, row in zip(found, _rows.get(seeds, positions, vocab), strict=True):
+        np.take(row, chosen, out=own)
+    return torch.from_numpy(found)
 
 
 def add_noise(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> None:

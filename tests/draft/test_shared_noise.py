@@ -203,7 +203,7 @@ def test_a_perfect_draft_knows_the_pick(sampling: Sampling, part: bool) -> None:
     for trial in range(20):
         logits = 3 * torch.randn(2, depth, VOCAB, generator=torch.Generator().manual_seed(trial))
         other = request([1, 2, 3], Sampling(temperature=1.0, seed=77), key=1)
-        draws = SharedNoise(vocab, depth, NoiseWeights((30.0,), (30.0,))).draws([other, s])
+        draws = SharedNoise(vocab, depth, VOCAB, NoiseWeights((30.0,), (30.0,))).draws([other, s])
         proposal = Marginals(vocab).proposals(torch.empty(2, depth, 1), logits[:, :, vocab], [0, 0], draws)[1]
         hidden = torch.full((depth, VOCAB), -math.inf)
         hidden[:, vocab] = logits[1, :, vocab]
@@ -226,7 +226,7 @@ def test_conditional_scores_equal_a_slow_reference(kind: str, monkeypatch: pytes
     weights = NoiseWeights((1.2, 0.9), (0.8, 0.5, 0.4))
     s = request([3, 9, 17], Sampling(temperature=1.3, seed=11))
     greedy = request([3, 9, 5], Sampling(), key=1)
-    draws = SharedNoise(vocab, depth, weights).draws([s, greedy])
+    draws = SharedNoise(vocab, depth, VOCAB, weights).draws([s, greedy])
     noisy, silent = scorer.proposals(hidden, logits, [17, 5], draws)
     bare, also_silent = scorer.proposals(hidden, logits, [17, 5])
     for _ in range(2):  # paths of first and of last children

@@ -101,7 +101,7 @@ class SequentialDrafter:
         self.name, self.network, self.depth = name, network, depth
         self.default_grow = "dynamic" if name == "eagle3" else "chain"  # as the families were published
         self.taps, self.needs_hidden, self.candidates = taps, needs_hidden, candidates
-        self.noise = SharedNoise(network.vocab, depth, weights)
+        self.noise = SharedNoise(network.vocab, depth, network.model.vocab_size, weights)
         self.modules = model.num_layers
         self.cache = DraftCache(
             model.num_layers, model.num_kv_heads, model.head_dim, dtype=network.dtype, device=network.device

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from jetspec.draft.base import Drafter
 from jetspec.errors import HeadError
-from jetspec.noise import gumbel_noise
+from jetspec.noise import noise_of
 from jetspec.sequence import Sequence
 
 MANIFEST_KEY = "shared_noise"  # in a head's manifest: {"logits": [...], "noise": [...]}, fitted to that head
@@ -139,17 +139,30 @@ class SharedNoise:
     """Looks ahead at the noise of a draft vocabulary's ids.
 
     Args:
-        vocab: ids [Vd] that are drafted, ascending.
+        vocab: ids [Vd] that are drafted.
         depth: of the blocks.
+        size: V, of the target's vocabulary.
         weights: None takes the defaults.
     """
 
-    def __init__(self, vocab: Tensor, depth: int, weights: NoiseWeights | None = None) -> None:
-        weights = weights if weights is not None else NoiseWeights()
-        self.vocab, self.depth = vocab, depth
-        pairs = [weights.at(d) for d in range(1, depth + 1)]
+    def __init__(self, vocab: Tensor, depth: int, size: int, weights: NoiseWeights | None = None) -> None:
+        self.vocab, self.depth, self.size = vocab, depth, size
+        self._base = vocab
+        self._place = torch.full((size,), -1, dtype=torch.int64, device=vocab.device)  # id -> row of `vocab`
+        self._place[vocab] = torch.arange(len(vocab), device=vocab.device)
+        self.weigh(weights if weights is not None else NoiseWeights())
+
+    def weigh(self, weights: NoiseWeights) -> None:
+        """Use these weights from now on."""
+        pairs = [weights.at(d) for d in range(1, self.depth + 1)]
         self._plain = all(a == 1.0 for a, _ in pairs)
-        self._weights = torch.tensor(pairs, device=vocab.device).unsqueeze(-1)  # [D, 2, 1]
+        self._weights = torch.tensor(pairs, device=self.vocab.device).unsqueeze(-1)  # [D, 2, 1]
+
+    def extend(self, ids: Tensor) -> None:
+        """The vocabulary gets a tail of ids [n], in the place of the last one."""
+        self._place[self.vocab[len(self._base) :]] = -1
+        self.vocab = torch.cat([self._base, ids])
+        self._place[ids] = torch.arange(len(self._base), len(self.vocab), device=ids.device)
 
     def draws(self, sequences: Many[Sequence]) -> Draws | None:
         """What is known behind the sequences' roots; None if all are greedy, so that nothing need be done."""
@@ -176,8 +189,8 @@ class SharedNoise:
         """`Draws.added` of requests that sample. A node of depth d stands at position root + d."""
         device, depths = self.vocab.device, range(1, self.depth + 1)
         seeds = [s.sampling.seed for s in sequences for _ in depths]
-        positions = torch.tensor([s.position + d for s in sequences for d in depths], device=device)
-        known = gumbel_noise(seeds, positions, self.vocab).view(len(sequences), self.depth, -1)
+        positions = [s.position + d for s in sequences for d in depths]
+        known = noise_of(seeds, positions, self.vocab, self.size).view(len(sequences), self.depth, -1)
         for own, s in zip(known, sequences, strict=True):
             own *= s.sampling.temperature
             amounts = request_terms(s)
@@ -188,9 +201,8 @@ class SharedNoise:
 
     def _rows(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Rows [k] of the draft vocabulary for the ids [n] that it has, and which ones it has, bool [n]."""
-        wanted = torch.tensor(ids, device=self.vocab.device)
-        rows = torch.searchsorted(self.vocab, wanted).clamp_(max=self.vocab.shape[0] - 1)
-        found = self.vocab[rows] == wanted
+        rows = self._place[torch.tensor(ids, device=self.vocab.device)]
+        found = rows >= 0
         return rows[found], found
 
 
