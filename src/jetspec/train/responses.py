@@ -29,7 +29,6 @@ from jetspec.target.target import Target
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer, spelled
 from jetspec.train.features import Recorder, Sample
-from jetspec.train.folder_lock import locked
 from jetspec.train.prompts import Prompt
 from jetspec.train.turns import check_template, prompt_ids
 
@@ -178,26 +177,13 @@ def answer_prompts(
         StorageError: the disk is full, what was written before is kept; or another process writes there.
     """
     check_template(target, options.raw)
-    with locked(folder):
-        return _answer(target, prompts, folder, taps, options, on_progress)
-
-
-def _answer(
-    target: Target,
-    prompts: Many[Prompt],
-    folder: Path,
-    taps: tuple[int, ...],
-    options: AnswerOptions,
-    on_progress: Callable[[Progress], None],
-) -> Progress:
     settings = {"target": target.name, "prompts": prompts_hash(prompts), **options.settings()}
-    store = AnswerFolder(folder, taps if options.features else None, settings)
-    run = _Run(target, prompts, taps, options)
-    run.resume(store)
-    on_progress(run.progress)
-    if run.progress.tokens >= options.tokens:
-        return run.progress
-    try:
+    with AnswerFolder(folder, taps if options.features else None, settings) as store:
+        run = _Run(target, prompts, taps, options)
+        run.resume(store)
+        on_progress(run.progress)
+        if run.progress.tokens >= options.tokens:
+            return run.progress
         for answer, sample in run.answers():
             store.add(answer, sample)
             on_progress(run.progress)
@@ -205,8 +191,6 @@ def _answer(
                 break
         else:
             run.progress.exhausted = True
-    finally:  # Ctrl-C keeps what is finished
-        store.flush()
     return run.progress
 
 
