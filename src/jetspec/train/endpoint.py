@@ -21,8 +21,9 @@ from jetspec.config import check_least
 from jetspec.errors import EndpointError, OptionError
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
+from jetspec.train.conversation import Turn, follow, next_turns, prompts_hash
 from jetspec.train.prompts import Prompt
-from jetspec.train.responses import AnswerOptions, Turn, follow, next_turns, prompts_hash
+from jetspec.train.responses import AnswerOptions
 
 if TYPE_CHECKING:
     import httpx
