@@ -1,4 +1,6 @@
-"""What tests of several stages share: a tiny model on disk, and the command line run in this process."""
+"""What tests of several stages share: a tiny model on disk, the command line run in this process, a test of
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -89,3 +91,10 @@ def jetspec(*arguments: object, stdin: bytes = b"") -> Finished:
         sys.stdin = stdin_before
         torch.set_num_threads(threads)
     return Finished(code, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err)))  # type: ignore[attr-defined]
+
+
+def chi_square_odds(statistic: float, freedom: int) -> float:
+    """Chance that a chi-square variable with `freedom` degrees of freedom exceeds `statistic`."""
+    return float(
+        torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2.0).double())
+    )

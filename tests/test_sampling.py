@@ -1,13 +1,11 @@
-"""Sampling: options, processors against transformers, the noise and its statistics, the picker."""
+"""Sampling: options, processors against transformers, the picker."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.errors import OptionError
-from jetspec.noise import _bits, _halves, gumbel_noise
 from jetspec.sampling import (
     GREEDY_BELOW,
     History,
@@ -23,18 +20,12 @@ from jetspec.sampling import (
     pick_tokens,
     process_logits,
 )
+from tests.helpers import chi_square_odds
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     """Normal logits [rows, vocab]."""
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def chi_square_odds(statistic: float, freedom: int) -> float:
-    """Chance that a chi-square variable with `freedom` degrees of freedom exceeds `statistic`."""
-    return float(
-        torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2.0).double())
-    )
 
 
 def assert_law(picks: Tensor, law: Tensor) -> None:
@@ -288,144 +279,6 @@ def test_masked_rows_keep_their_mask() -> None:
     scores = process_logits(logits, sampling, [History([0, 1, 2], 0)])
     assert not scores.isnan().any()
     assert scores.isfinite().tolist() == [[False, True, False, True]]
-
-
-# --- noise
-
-
-def test_noise_is_a_function_of_seed_position_and_token() -> None:
-    """Guards against noise that depends on the other rows, on the vocabulary size or on which ids are asked
-    for."""
-    full = gumbel_noise(7, torch.tensor([3, 9, 4]), 1000)
-    assert full.dtype == torch.float32 and full.shape == (3, 1000)
-    assert torch.equal(gumbel_noise(7, torch.tensor([9]), 1000)[0], full[1])
-    assert torch.equal(gumbel_noise(7, torch.tensor([3, 9, 4]), 37), full[:, :37])
-    ids = torch.tensor([999, 0, 5])
-    assert torch.equal(gumbel_noise(7, torch.tensor([3, 9, 4]), ids), full[:, ids])
-
-
-def test_noise_values_are_pinned() -> None:
-    """Guards against a silent change of the hash: after an update the same seed would give other text."""
-    noise = gumbel_noise(2**63 + 12345, torch.tensor([0, 1, 100000]), torch.tensor([0, 1, 49151]))
-    expected = torch.tensor(PINNED)
-    torch.testing.assert_close(noise, expected, rtol=1e-6, atol=1e-6)
-
-
-PINNED = [[0.892355, -0.10826, -0.184592], [0.448821, -0.148309, -0.531866], [-1.09154, 1.869473, 1.020299]]
-
-
-def reference_noise(seed: int, position: int, token: int) -> float:
-    """The noise in plain Python integers, with the published multipliers."""
-
-    def mix(x: int) -> int:
-        x ^= x >> 16
-        x = x * 0x7FEB352D % 2**32
-        x ^= x >> 15
-        x = x * 0x846CA68B % 2**32
-        return x ^ (x >> 16)
-
-    low, high = seed % 2**32, seed // 2**32
-    first, second = mix(low ^ mix(high ^ 0x9E3779B9)), mix(high ^ mix(low ^ 0x3C6EF372))
-    key_a = mix(mix((position + first) % 2**32) ^ second)
-    key_b = mix(mix(position ^ second) ^ first)
-    bits = mix(mix((token + key_a) % 2**32) ^ key_b)
-    return -math.log(-math.log((bits + 0.5) / 2**32))
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**20))
-@settings(max_examples=200, deadline=None)
-def test_noise_equals_plain_integers(seed: int, position: int, token: int) -> None:
-    """Guards against int64 overflow, sign trouble with seeds of 64 bits, and lost high words."""
-    noise = float(gumbel_noise(seed, torch.tensor([position]), torch.tensor([token])))
-    assert noise == pytest.approx(reference_noise(seed, position, token), rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize(("bits", "value"), [(0, -3.1303), (2**32 - 1, 22.8739)])
-def test_noise_stays_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch, bits: int, value: float) -> None:
-    """Guards against u = 0 or u = 1: the extreme hash values give the documented bounds."""
-    monkeypatch.setattr("jetspec.noise._mix", lambda word: word * 0 + bits)
-    assert float(gumbel_noise(1, torch.tensor([0]), 1)) == pytest.approx(value, abs=1e-3)
-
-
-def test_arrays_and_tensors_give_the_same_bits() -> None:
-    """Guards the way that a CPU takes (32-bit words that wrap) against that of other devices (64 bits)."""
-    where, ids = torch.randint(0, 2**32, (4, 1)), torch.cat([torch.arange(2000), torch.tensor([2**31 - 1])])
-    words = where.numpy().astype(np.uint32), ids.numpy().astype(np.uint32)
-    seeds = [0, 12345, 2**63 + 5, 2**64 - 1]
-    for seed in (*seeds, seeds):
-        short = _bits(_halves(seed, None), *words)
-        assert short.dtype == np.uint32
-        long = _bits(_halves(seed, torch.device("cpu")), where, ids)
-        assert torch.equal(torch.from_numpy(short.astype(np.int64)), long)
-
-
-def test_every_bit_of_the_seed_counts() -> None:
-    """Guards against a seed cut to 32 bits."""
-    rows = [gumbel_noise(s, torch.tensor([0]), 20) for s in [0] + [1 << bit for bit in range(64)]]
-    assert len({tuple(row[0].tolist()) for row in rows}) == 65
-
-
-def uniform(noise: Tensor) -> Tensor:
-    """Back from Gumbel noise to (0, 1)."""
-    return (-(-noise.double()).exp()).exp()
-
-
-@pytest.mark.parametrize("start", [0, 10**6])
-def test_noise_is_uniform(start: int) -> None:
-    """Guards against a biased hash: chi-square over 256 bins of 2.5 million values; a false alarm once in a
-    million."""
-    u = uniform(gumbel_noise(5, torch.arange(start, start + 50), 50000)).flatten()
-    counts = torch.histc(u.float(), 256, 0, 1).double()
-    expected = len(u) / 256
-    assert chi_square_odds(float(((counts - expected) ** 2 / expected).sum()), 255) > 1e-6
-
-
-NEIGHBOURS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-    "positions": lambda: (
-        gumbel_noise(3, torch.arange(0, 400), 1000),
-        gumbel_noise(3, torch.arange(1, 401), 1000),
-    ),
-    "tokens": lambda: (
-        gumbel_noise(3, torch.arange(400), 1001)[:, 1:],
-        gumbel_noise(3, torch.arange(400), 1001)[:, :-1],
-    ),
-    "seeds": lambda: (
-        torch.cat([gumbel_noise(s, torch.arange(4), 1000) for s in range(100)]),
-        torch.cat([gumbel_noise(s + 1, torch.arange(4), 1000) for s in range(100)]),
-    ),
-    "high seed words": lambda: (
-        torch.cat([gumbel_noise(s << 32, torch.arange(4), 1000) for s in range(100)]),
-        torch.cat([gumbel_noise((s + 1) << 32, torch.arange(4), 1000) for s in range(100)]),
-    ),
-    "seed against position": lambda: (
-        torch.cat([gumbel_noise(s, torch.arange(1, 5), 1000) for s in range(100)]),
-        torch.cat([gumbel_noise(s + 1, torch.arange(0, 4), 1000) for s in range(100)]),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", list(NEIGHBOURS))
-def test_neighbours_are_independent(kind: str) -> None:
-    """Guards against rows that are shifted or shared copies. Chi-square of the 16 x 16 table of pairs; a
-    false alarm once in a million."""
-    left, right = (uniform(x).flatten() for x in NEIGHBOURS[kind]())
-    cell = (left * 16).long().clamp(max=15) * 16 + (right * 16).long().clamp(max=15)
-    counts = torch.bincount(cell, minlength=256).double()
-    expected = len(cell) / 256
-    assert chi_square_odds(float(((counts - expected) ** 2 / expected).sum()), 255) > 1e-6
-
-
-def test_rows_are_not_shifted_copies() -> None:
-    """Guards against noise of the form f(token + key): two rows would then share long runs of values. No
-    shared value is expected."""
-    rows = gumbel_noise(11, torch.arange(30), 3000).double()
-    uniforms = (
-        (uniform(rows) * 2**32).round().long()
-    )  # float32 noise keeps about 24 bits: compare runs of two
-    pairs = (uniforms[:, :-1] >> 12) * 2**20 + (uniforms[:, 1:] >> 12)
-    assert (
-        len(pairs.flatten().unique()) == pairs.numel()
-    )  # 90 000 pairs in 2**40 cells: chance of a collision 0.4 %
 
 
 # --- the picker

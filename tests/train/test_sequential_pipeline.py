@@ -12,18 +12,9 @@ from jetspec.draft.loading import load_drafter
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.target.loading import load_target
 from jetspec.train.recipe import packaged_recipes, read_recipe
-from tests.target.tiny import save_tokenizer, tiny_model
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 on disk, with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3", vocab_size=344, num_hidden_layers=9).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
-
-
+@pytest.mark.parametrize("model_folder", [("qwen3", 9)], ids=["qwen3"], indirect=True)
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_train_and_decode(
     method: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

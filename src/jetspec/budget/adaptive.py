@@ -16,12 +16,12 @@ import math
 from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import chances
 from jetspec.budget.choice import PROBE_GROWN, choose, worth_drafting
 from jetspec.budget.cost import RoundSize
 from jetspec.budget.count import how_many
 from jetspec.budget.fixed import MAX_BUDGET
 from jetspec.budget.knowledge import Knowledge
+from jetspec.budget.maps import chances
 from jetspec.budget.members import Members
 from jetspec.budget.outlook import MOST_ROWS, Forecaster
 from jetspec.budget.plan import Ranking, keep, rank

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec.budget.calibrate import Calibration, from_values, to_values
+from jetspec.budget.maps import Calibration, from_values, to_values
 from jetspec.draft.head_files import WEIGHTS
 from jetspec.errors import StorageError
 from jetspec.target.storage import say

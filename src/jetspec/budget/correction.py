@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from jetspec.budget.calibrate import LAST, STEPS, Calibration, Ratios, spines
+from jetspec.budget.maps import LAST, STEPS, Calibration, Ratios, spines
 from jetspec.tree import Tree
 
 _MEMORY = 1 - 1 / 200  # per tree: about how many count

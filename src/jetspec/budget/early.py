@@ -12,17 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from jetspec.budget.calibrate import (
-    LAST,
-    STEPS,
-    Calibration,
-    Group,
-    Knot,
-    Sample,
-    by_group,
-    tabulate,
-)
+from jetspec.budget.calibrate import Sample, by_group
 from jetspec.budget.isotonic import isotonic
+from jetspec.budget.maps import LAST, STEPS, Calibration, Group, Knot, tabulate
 
 _BINS, _BIN_SIZE = 12, 60  # most bins of a group, least nodes in a bin
 _TRUST = 4.0  # accepted nodes that the wider group counts for in each bin

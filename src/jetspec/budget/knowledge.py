@@ -11,10 +11,11 @@ from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
 from jetspec.budget.bias import Bias
-from jetspec.budget.calibrate import KINDS, Calibration, Sample
+from jetspec.budget.calibrate import Sample
 from jetspec.budget.correction import Correction
 from jetspec.budget.cost import RoundSize
 from jetspec.budget.early import fit_early
+from jetspec.budget.maps import KINDS, Calibration
 from jetspec.budget.profile import Measurement
 from jetspec.budget.prospect import Prospect
 from jetspec.budget.store import CostFile

@@ -7,8 +7,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import Calibration, Reliability, Sample, fit, judge
+from jetspec.budget.calibrate import Reliability, Sample, fit, judge
 from jetspec.budget.fixed import FixedBudget
+from jetspec.budget.maps import Calibration
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.errors import DataError

@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from jetspec.errors import DataError, StorageError
+from jetspec.errors import DataError
 from jetspec.target.config import ModelConfig
 from jetspec.train.answers import ANSWERS_FILE, Answer, append_answers, resume_answers
 from jetspec.train.features import (
@@ -27,6 +28,7 @@ from jetspec.train.features import (
     shard_taps,
     write_shard,
 )
+from jetspec.train.folder_lock import locked
 from jetspec.train.log import write_whole
 
 SHARD_SAMPLES = 64
@@ -78,27 +80,35 @@ class Progress:
 
 
 class AnswerFolder:
-    """Writes answers and resumes them.
+    """Writes answers and resumes them. Use it with `with`: from its creation to the end of the block no other
+    process can write there, and at the end of the block, be it a fault or Ctrl-C, what waits for its shard to
+    fill is written. Reading the files of a folder takes no lock.
 
     Args:
         taps: target layers of the shards; None writes the text only.
         settings: what must be the same in every run that writes here.
     Raises:
         DataError: the folder was made with other settings or taps.
-        StorageError: it cannot be written.
+        StorageError: it cannot be written, or another process writes there.
     """
 
     def __init__(self, folder: Path, taps: tuple[int, ...] | None, settings: dict[str, Any]) -> None:
         self.folder, self.taps = folder, taps
         self._text = folder / ANSWERS_FILE
         self._waiting: list[tuple[Answer, Sample]] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{folder} cannot be made ({error.strerror}); choose another folder") from None
-        self._check({**({} if taps is None else {"taps": list(taps)}), **settings})
-        self._number = next_shard(folder)
-        self._lines = {answer.number: answer for answer in resume_answers(self._text)}
+        with ExitStack() as lock:
+            lock.enter_context(locked(folder))  # already the check writes, and resuming cuts half a line off
+            self._check({**({} if taps is None else {"taps": list(taps)}), **settings})
+            self._number = next_shard(folder)
+            self._lines = {answer.number: answer for answer in resume_answers(self._text)}
+            self._lock = lock.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        with self._lock:
+            self._flush()
 
     @property
     def answers(self) -> list[Answer]:
@@ -125,10 +135,9 @@ class AnswerFolder:
             return
         self._waiting.append((answer, sample))
         if len(self._waiting) >= SHARD_SAMPLES:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
-        """Write what waits for its shard to fill."""
+    def _flush(self) -> None:
         if self._waiting and self.taps is not None:
             waiting, self._waiting = self._waiting, []
             write_shard(self.folder, self._number, [sample for _, sample in waiting], self.taps)

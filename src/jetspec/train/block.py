@@ -13,7 +13,8 @@ from torch import Tensor
 from jetspec.draft.checkpoint import Head, save_head
 from jetspec.draft.jetspec import BlockDrafter, make_scorer
 from jetspec.target.target import Target
-from jetspec.train.data import Batch, Corpus, Entry, make_batch
+from jetspec.train.corpus import Corpus, Entry
+from jetspec.train.data import Batch, make_batch
 from jetspec.train.loss import confidence_loss, fused_loss, fused_overlap
 from jetspec.train.method import StepSums
 from jetspec.train.model import HeadModule, ScorerTables

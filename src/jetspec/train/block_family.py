@@ -14,7 +14,7 @@ from jetspec.errors import DataError, HeadError, OptionError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
 from jetspec.train.block import BlockMethod
-from jetspec.train.data import Corpus
+from jetspec.train.corpus import Corpus
 from jetspec.train.families import Family
 from jetspec.train.from_head import copy_weights
 from jetspec.train.model import HeadModule, initialise

@@ -6,156 +6,15 @@ would have seen.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from copy import copy
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from jetspec.errors import DataError
-from jetspec.train.features import shard_columns, shard_paths, shard_taps
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one answered prompt lies: rows [start, start + length) of a shard."""
-
-    path: Path
-    start: int
-    length: int
-    prompt_len: int
-    temperature: float
-
-
-_FEATURES = ("taps", "hidden")
-
-
-class Corpus:
-    """All answers in some folders, indexed; features are read from memory-mapped shards when a batch needs
-    them.
-
-    Every `holdout`-th answer is kept for validation, by its place in the data, so the split does not depend
-    on a seed.
-
-    shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
-    with, though more have been written since.
-
-    Raises DataError if there are no answers, if shards hold different taps, or if a shard is damaged or gone.
-    """
-
-    def __init__(self, folders: Many[Path], holdout: int = 40, shards: Many[int] | None = None) -> None:
-        self.folders = [str(Path(folder).absolute()) for folder in folders]
-        found = [shard_paths(folder) for folder in folders]
-        if shards is not None:
-            if len(shards) != len(found) or any(
-                len(have) < count for have, count in zip(found, shards, strict=True)
-            ):
-                raise DataError(
-                    "answers that the run began with are gone; give the same folders, or start in another one"
-                )
-            found = [have[:count] for have, count in zip(found, shards, strict=True)]
-        self.shards = [len(have) for have in found]
-        paths = [path for have in found for path in have]
-        if not paths:
-            raise DataError(f"no answers in {', '.join(map(str, folders))}; run `jetspec answers` first")
-        self.recorded = shard_taps(paths[0])
-        self.taps = self.recorded
-        self._columns: list[int] | None = None
-        self._resident: dict[Path, dict[str, Tensor]] = {}
-        if any(shard_taps(path) != self.recorded for path in paths):
-            raise DataError(
-                "the answer folders hold different taps; train from folders made with the same ones"
-            )
-        entries = [entry for path in paths for entry in _index(path)]
-        usable = [entry for entry in entries if entry.length - entry.prompt_len >= 2]
-        self.training = [entry for n, entry in enumerate(usable) if n % holdout]
-        self.held_out = [entry for n, entry in enumerate(usable) if n % holdout == 0]
-        if not self.training:
-            raise DataError("all answers are shorter than 2 tokens, nothing can be learnt from them")
-
-    def with_taps(self, taps: Many[int]) -> Corpus:
-        """The same answers, of whose recorded taps only `taps` are handed out, in the given order.
-
-        Raises DataError naming a layer that was not recorded.
-        """
-        lacking = [layer for layer in taps if layer not in self.recorded]
-        if lacking:
-            raise DataError(
-                f"the answers hold the taps of layers {list(self.recorded)}, but the head reads layer "
-                f"{lacking[0]}; give the head taps among these, or answer the prompts again with its own"
-            )
-        chosen = copy(self)
-        chosen.taps = tuple(taps)
-        same = chosen.taps == self.recorded
-        chosen._columns = None if same else [self.recorded.index(layer) for layer in taps]
-        return chosen
-
-    def resident(self, device: torch.device | str) -> Corpus:
-        """The same answers with all features on a device, float16 as they are on disk, so that batches are
-        put together there.
-        """
-        moved = copy(self)
-        paths = {entry.path for entry in (*self.training, *self.held_out)}
-        moved._resident = {
-            path: dict(zip(_FEATURES, (x.to(device) for x in shard_columns(path, *_FEATURES)), strict=True))
-            for path in sorted(paths)
-        }
-        return moved
-
-    @property
-    def answer_tokens(self) -> int:
-        """Answer tokens for training."""
-        return sum(entry.length - entry.prompt_len for entry in self.training)
-
-    def frequent_ids(self, count: int, vocab: int) -> Tensor:
-        """The `count` most frequent ids of the answers, ascending int64 [Vd]; rare ties go to lower ids."""
-        counts: Counter[int] = Counter()
-        for entry in self.training:
-            counts.update(self.tokens(entry)[entry.prompt_len :].tolist())
-        ranked = sorted(range(vocab), key=lambda token: (-counts[token], token))
-        return torch.tensor(sorted(ranked[:count]))
-
-    def tokens(self, entry: Entry) -> Tensor:
-        """Token ids [length] int64."""
-        return _rows(entry, "tokens").long()
-
-    def taps_of(self, entry: Entry) -> Tensor:
-        """Taps [length, taps * H] float32."""
-        rows = self._features(entry, "taps")
-        if self._columns is not None:
-            rows = rows.view(len(rows), len(self.recorded), -1)[:, self._columns].flatten(1)
-        return rows.float()
-
-    def hidden_of(self, entry: Entry) -> Tensor:
-        """Final normed states [length, H] float32; row t gives the law of token t + 1."""
-        return self._features(entry, "hidden").float()
-
-    def _features(self, entry: Entry, name: str) -> Tensor:
-        if not self._resident:
-            return _rows(entry, name)
-        return self._resident[entry.path][name][entry.start : entry.start + entry.length]
-
-
-def _index(path: Path) -> list[Entry]:
-    names = ("lengths", "prompt_lens", "temperatures")
-    lengths, prompt_lens, temperatures = (column.tolist() for column in shard_columns(path, *names))
-    starts = [sum(lengths[:n]) for n in range(len(lengths))]
-    return [Entry(path, *row) for row in zip(starts, lengths, prompt_lens, temperatures, strict=True)]
-
-
-_files: dict[Path, object] = {}  # open memory maps; reading a slice touches only its pages
-
-
-def _rows(entry: Entry, name: str) -> Tensor:
-    if entry.path not in _files:
-        _files[entry.path] = safe_open(entry.path, framework="pt").__enter__()
-    return _files[entry.path].get_slice(name)[entry.start : entry.start + entry.length]  # type: ignore[attr-defined]
+from jetspec.train.corpus import Corpus, Entry
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jetspec.errors import HeadError, OptionError
 from jetspec.target.loading import read_model
 from jetspec.target.target import Target
 from jetspec.train.block_family import check_widths, draft_size
-from jetspec.train.data import Corpus
+from jetspec.train.corpus import Corpus
 from jetspec.train.eagle3 import LM_HEAD, Eagle3Method, Eagle3Module, initialise_eagle3
 from jetspec.train.families import Family
 from jetspec.train.from_head import copy_weights

@@ -21,9 +21,9 @@ from jetspec.config import check_least
 from jetspec.errors import EndpointError, OptionError
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
-from jetspec.train.folder_lock import locked
+from jetspec.train.conversation import Turn, follow, next_turns, prompts_hash
 from jetspec.train.prompts import Prompt
-from jetspec.train.responses import AnswerOptions, Turn, follow, next_turns, prompts_hash
+from jetspec.train.responses import AnswerOptions
 
 if TYPE_CHECKING:
     import httpx
@@ -101,8 +101,7 @@ def ask_endpoint(
         "prompts": prompts_hash(prompts),
         **{key: value for key, value in options.settings().items() if key != "max_prompt"},
     }
-    with locked(folder):
-        store = AnswerFolder(folder, None, settings)
+    with AnswerFolder(folder, None, settings) as store:
         run = _Run(endpoint, prompts, store, options, on_progress)
         asyncio.run(run.all(transport))
         return run.progress

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetspec.errors import OptionError
 from jetspec.target.target import Target
-from jetspec.train.data import Corpus
+from jetspec.train.corpus import Corpus
 from jetspec.train.method import TrainingMethod
 from jetspec.train.weighting import LossOptions
 

@@ -22,8 +22,9 @@ from jetspec.config import check_least, check_train_seed
 from jetspec.errors import DataError, OptionError
 from jetspec.train.card import write_card
 from jetspec.train.checkpoint import load_checkpoint, save_batch, save_checkpoint
+from jetspec.train.corpus import Corpus
 from jetspec.train.curves import draw_curves
-from jetspec.train.data import Corpus, batches_at
+from jetspec.train.data import batches_at
 from jetspec.train.distributed import ALONE, Processes, make_learner, whole_tensor
 from jetspec.train.folder_lock import locked
 from jetspec.train.log import append_log, read_log, trim_log

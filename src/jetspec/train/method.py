@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from jetspec.draft.base import Drafter
-from jetspec.train.data import Batch, Corpus, Entry
+from jetspec.train.corpus import Corpus, Entry
+from jetspec.train.data import Batch
 from jetspec.train.validate import Setting, Validation
 
 

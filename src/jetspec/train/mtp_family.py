@@ -12,7 +12,7 @@ from jetspec.draft.mtp_format import DEPTH, ORDERS, MTPConfig, MTPHead
 from jetspec.errors import OptionError
 from jetspec.target.target import Target
 from jetspec.train.block_family import check_widths, draft_size
-from jetspec.train.data import Corpus
+from jetspec.train.corpus import Corpus
 from jetspec.train.families import Family
 from jetspec.train.from_head import copy_weights
 from jetspec.train.mtp import MTPMethod, MTPModule, decay_of, initialise_mtp

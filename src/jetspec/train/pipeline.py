@@ -17,7 +17,7 @@ import torch
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.target import Target
 from jetspec.train.checkpoint import read_state
-from jetspec.train.data import Corpus
+from jetspec.train.corpus import Corpus
 from jetspec.train.distributed import ALONE, Processes
 from jetspec.train.families import find_family
 from jetspec.train.features import shard_paths

@@ -22,7 +22,6 @@ from jetspec.target.target import Target
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
 from jetspec.train.features import Recorder, Sample
-from jetspec.train.folder_lock import locked
 from jetspec.train.turns import check_template, prompt_ids
 
 ROWS = 1024  # packed tokens per forward
@@ -57,39 +56,24 @@ def replay_answers(
         StorageError: the disk is full, what was written before is kept; or another process writes there.
     """
     check_template(target, raw=all(answer.raw for answer in answers))
-    with locked(folder):
-        return _replay(target, answers, folder, taps, on_progress, rows)
-
-
-def _replay(
-    target: Target,
-    answers: Many[Answer],
-    folder: Path,
-    taps: tuple[int, ...],
-    on_progress: Callable[[Progress], None],
-    rows: int,
-) -> Progress:
     numbered = [replace(answer, number=number) for number, answer in enumerate(answers)]
     lines = "\n".join(answer.to_json() for answer in numbered)
     settings = {"target": target.name, "from": hashlib.sha256(lines.encode()).hexdigest()}
-    store = AnswerFolder(folder, taps, settings)
     progress, done = Progress(), set[int]()
-    for sample in store.samples():
-        done.add(sample.prompt)
-        store.mend(numbered[sample.prompt])
-        progress.answered += 1
-        progress.tokens += sample.answer_len
-    on_progress(progress)
-    recorder = Recorder(taps)
-    try:
+    with AnswerFolder(folder, taps, settings) as store:
+        for sample in store.samples():
+            done.add(sample.prompt)
+            store.mend(numbered[sample.prompt])
+            progress.answered += 1
+            progress.tokens += sample.answer_len
+        on_progress(progress)
+        recorder = Recorder(taps)
         for batch in _batches(_encoded(target, numbered, done, progress), rows):
             for sample in _forward(target, recorder, batch, rows):
                 store.add(numbered[sample.prompt], sample)
                 progress.answered += 1
                 progress.tokens += sample.answer_len
             on_progress(progress)
-    finally:
-        store.flush()
     return progress
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from jetspec.draft.base import Drafter
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
-from jetspec.train.data import Corpus, Entry
+from jetspec.train.corpus import Corpus, Entry
 from jetspec.tree import GROW, Grow, Proposal
 from jetspec.verify import walk
 
