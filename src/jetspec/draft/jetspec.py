@@ -107,7 +107,7 @@ class BlockDrafter:
         return numbers.unsqueeze(1) == numbers.repeat_interleave(counts)
 
     def extend(self, tail: tuple[int, ...]) -> None:
-        """Draft these ids, too, in the place of the last tail of the vocabulary; `propose` does this itself."""
+        """Draft these ids, too, in the place of the vocabulary's last tail; `propose` does this itself."""
         if tail == self._tail:
             return
         ids = torch.tensor(tail, dtype=torch.int64, device=self.noise.vocab.device)
