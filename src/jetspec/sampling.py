@@ -152,13 +152,17 @@ def _penalize(row: Tensor, sampling: Sampling, history: History) -> None:
         row[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
-def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> None:
-    """Add the bias to every row of scores [n, V], in place."""
-    vocab = scores.shape[-1]
-    if max(bias) >= vocab:
+def check_bias(bias: Mapping[int, float], vocab: int) -> None:
+    """Raise OptionError if the bias names a token outside a vocabulary of `vocab` ids."""
+    if bias and max(bias) >= vocab:
         raise OptionError(
             f"logit_bias names token {max(bias)}, but ids of this target go from 0 to {vocab - 1}"
         )
+
+
+def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> None:
+    """Add the bias to every row of scores [n, V], in place."""
+    check_bias(bias, scores.shape[-1])
     ids = torch.tensor(list(bias), device=scores.device)
     scores[:, ids] += torch.tensor(list(bias.values()), dtype=torch.float32, device=scores.device)
 

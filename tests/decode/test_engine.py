@@ -9,6 +9,8 @@ import pytest
 
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Decoy, Echo, Random
+from jetspec.errors import OptionError, PromptError
+from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.tree import GROW
 from tests.decode.tiny import LENGTH, PROMPTS, SAMPLINGS, VOCAB, plain, shared_target, steps, tiny_target
@@ -233,3 +235,18 @@ def test_emissions_join_to_the_text() -> None:
         assert {e.kind for e in emissions} <= kinds and (
             budget == 0 or "accepted" in {e.kind for e in emissions}
         )
+
+
+def test_a_bad_request_is_refused_before_it_joins_the_others() -> None:
+    """Guards all requests of an engine against one: ids that the target does not have were met in the round,
+    which then failed for everybody until the bad request was aborted."""
+    target = shared_target()
+    engine = Engine(target, Echo(target))
+    good = engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH))
+    with pytest.raises(OptionError, match=f"token {VOCAB + 100}, but ids .* 0 to {VOCAB - 1}"):
+        engine.add([5, 6, 7], Sampling(logit_bias={3: 1.0, VOCAB + 100: 1.0}))
+    for prompt in ([1, VOCAB], [-1], [1.5], ["a"], "text", []):
+        with pytest.raises(PromptError):
+            engine.add(prompt)  # type: ignore[arg-type]
+    list(engine.run([good]))
+    assert tuple(good.emitted) == plain(tuple(PROMPTS[0]), "greedy")

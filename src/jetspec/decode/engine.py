@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import count
+from operator import index
 
 from jetspec.budget.base import Budget
 from jetspec.budget.choose import AUTO, BudgetOption, make_budget
@@ -19,7 +20,7 @@ from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
 from jetspec.errors import OptionError, PromptError
-from jetspec.sampling import Sampling
+from jetspec.sampling import Sampling, check_bias
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target
@@ -32,6 +33,10 @@ _ids = count()
 
 class Engine:
     """Decodes any number of requests on one target.
+
+    An engine belongs to one thread at a time: all of its requests share one cache, so two threads that step
+    it at once spoil each other's rounds. Give each thread an engine of its own, as `LanguageModel` does for
+    each call of its methods, or hold a lock around every call.
 
     Args:
         drafter: None decodes plainly.
@@ -74,13 +79,16 @@ class Engine:
         """Queue a request: prompt ids in, the sequence that `step` will advance out.
 
         Raises:
-            PromptError: the prompt is empty, holds ids outside the vocabulary, or leaves no room in the
-            context.
+            PromptError: the prompt is empty, holds something else than ids of the vocabulary, or leaves no
+            room in the context.
+            OptionError: the bias names an id outside the vocabulary.
         """
         sampling = sampling if sampling is not None else Sampling()
         limits = self._complete(limits if limits is not None else Limits())
-        self._check(prompt, limits)
-        sequence = Sequence(next(_ids), list(prompt), sampling, limits, decode=self.target.tokenizer.decode)
+        # All that a round could stumble over is refused here: it would stop every request of the round.
+        ids = self._check(prompt, limits)
+        check_bias(sampling.logit_bias, self.target.config.vocab_size)
+        sequence = Sequence(next(_ids), ids, sampling, limits, decode=self.target.tokenizer.decode)
         self._waiting.append(sequence)
         return sequence
 
@@ -209,14 +217,23 @@ class Engine:
             stop_ids=limits.stop_ids | self.target.tokenizer.eos_ids | frozenset(config.eos_ids),
         )
 
-    def _check(self, prompt: Many[int], limits: Limits) -> None:
+    def _check(self, prompt: Many[int], limits: Limits) -> list[int]:
+        """The prompt's ids. Raises PromptError if they are none, no ids, or too many."""
         vocab = self.target.config.vocab_size
-        if not prompt:
-            raise PromptError("the prompt is empty: give at least one token")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise PromptError(f"the prompt holds token ids outside 0..{vocab - 1}, the target's vocabulary")
-        if len(prompt) >= limits.max_context:
+        try:
+            ids = [index(token) for token in prompt]
+        except TypeError:
             raise PromptError(
-                f"the prompt has {len(prompt)} tokens, but the context ends at {limits.max_context}: "
+                f"the prompt must be a list of token ids from 0 to {vocab - 1}; "
+                "encode texts with the target's tokenizer"
+            ) from None
+        if not ids:
+            raise PromptError("the prompt is empty: give at least one token")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise PromptError(f"the prompt holds token ids outside 0..{vocab - 1}, the target's vocabulary")
+        if len(ids) >= limits.max_context:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, but the context ends at {limits.max_context}: "
                 "shorten it, at least one token must fit behind it"
             )
+        return ids
