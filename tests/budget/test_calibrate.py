@@ -201,6 +201,26 @@ def test_a_calibration_of_other_weights_is_left_out(
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"gains": {', '"gains": [0.5], "other": {'),
+        ('"depth": 1,', '"depth": 1e999,'),
+        ('"stated": [', f'"stated": [-{"9" * 401}, '),
+    ],
+)
+def test_odd_values_in_a_calibration_are_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    """Guards decoding: values of another type, and numbers beyond every float, ended it with a traceback."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    text = save_calibration(tmp_path, fit(samples(Head(), 100)), {}).read_text()
+    assert old in text
+    (tmp_path / FILE).write_text(text.replace(old, new, 1))
+    assert load_calibration(tmp_path) is None
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("chance", [[-1.0, -2.0], [-1.0, 0.5], [-1.0, float("nan")]])
 def test_maps_that_are_not_monotone_are_refused(chance: list[float]) -> None:
     """Guards against an edited file whose cuts would tear trees apart."""

@@ -44,6 +44,16 @@ def test_a_damaged_file_counts_as_none(text: str) -> None:
     assert file.load() is None
 
 
+def test_a_number_without_end_counts_as_damage() -> None:
+    """Guards against an overflow, which no other damage raises: integers of JSON may have 400 digits."""
+    file = CostFile(FACTS)
+    file.save(Machine().model(), {"greedy": [0.125]})
+    text = file.path.read_text()
+    assert "0.125" in text
+    file.path.write_text(text.replace("0.125", "9" * 400))
+    assert file.load() is None
+
+
 def test_another_machines_file_counts_as_none() -> None:
     """Guards against costs that were copied along with a home folder."""
     file, other = CostFile(FACTS), CostFile({**FACTS, "threads": 2})

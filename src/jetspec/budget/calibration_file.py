@@ -15,6 +15,8 @@ from jetspec.errors import StorageError
 from jetspec.target.storage import say
 
 FILE = "calibration.json"
+# What reading an edited or half-written JSON file can raise; numbers without end overflow.
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _FORMAT = 1
 _PIECE = 1 << 20
 
@@ -49,7 +51,7 @@ def load_calibration(folder: Path, shared_noise: bool | None = None) -> Calibrat
             raise ValueError("made for other weights")
         found = from_values(values["maps"], values.get("gains"))
         return found if values.get("shared_noise") == shared_noise else found.without_sampled()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *DAMAGE) as error:
         say(f"{path} is left out ({error}); make it again with jetspec calibrate --head {folder}")
         return None
 

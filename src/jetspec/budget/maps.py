@@ -178,7 +178,7 @@ def to_values(calibration: Calibration) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, gains: Mapping[str, Any] | None = None) -> Calibration:
-    """Raises ValueError, TypeError or KeyError if these are not maps, or not chances."""
+    """Raises ValueError, TypeError, KeyError or OverflowError if these are not maps, or not chances."""
     knots: dict[Group, list[Knot]] = {}
     for entry in values:
         group = Group(bool(entry["sampled"]), bool(entry["spine"]), int(entry["depth"]))
@@ -189,6 +189,8 @@ def from_values(values: Any, gains: Mapping[str, Any] | None = None) -> Calibrat
         if not (points and rising and chance[-1] <= 0.0 and all(map(math.isfinite, stated + chance))):
             raise ValueError(f"the map of {group} is not monotone")
         knots[group] = points
+    if not isinstance(gains, Mapping | None):
+        raise ValueError("gains are no object")
     means = {kind: [float(gain) for gain in (gains or {}).get(kind, ())] for kind in KINDS}
     if not all(0.0 <= gain <= 1.0 for own in means.values() for gain in own):
         raise ValueError("gains are chances")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetspec.budget.calibration_file import weights_print
+from jetspec.budget.calibration_file import DAMAGE, weights_print
 from jetspec.budget.cost import CostModel
 from jetspec.draft.base import Drafter
 from jetspec.draft.head_files import WEIGHTS
@@ -88,7 +88,7 @@ class CostFile:
             if not all(abs(value) <= 1.0 for value in biases.values()):
                 raise ValueError("a bias is out of range")
             return Kept(CostModel.from_values(values["cost"]), gains, biases)
-        except (OSError, StorageError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, StorageError, *DAMAGE):
             return None
 
     def save(
