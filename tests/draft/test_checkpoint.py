@@ -261,6 +261,15 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "vocabulary of none": (tensor_edit(lambda t: t.update({"draft_vocab": torch.tensor(3)})), "draft_vocab"),
     "manifest": (config_edit(lambda c: c.update(jet={"manifest": "x"})), "manifest"),
     "manifest of a target": (config_edit(lambda c: c.update(jet={"manifest": {"target": "x"}})), "manifest"),
+    "architectures": (config_edit(lambda c: c.update(architectures=5)), "architectures is 5; valid: a list"),
+    "float8": (
+        tensor_edit(lambda t: t.update({"norm.weight": t["norm.weight"].to(torch.float8_e4m3fn)})),
+        "norm.weight in .*model.safetensors is stored as float8_e4m3fn",
+    ),
+    "integers": (
+        tensor_edit(lambda t: t.update({"norm.weight": t["norm.weight"].to(torch.int8)})),
+        "norm.weight in .* is stored as int8",
+    ),
     "end ids": (config_edit(lambda c: c.update(eos_token_id="x")), "eos_token_id is 'x'"),
     "deep JSON": (
         lambda folder: (folder / "config.json").write_text("[" * 10**5),  # type: ignore[dict-item,return-value]

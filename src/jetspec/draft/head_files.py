@@ -21,6 +21,8 @@ from jetspec.target.config import ModelConfig
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = 1
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IDS = ("d2t", "t2d")  # of EAGLE-3: offsets of ids, and which ids are drafted
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -50,7 +52,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise HeadError, naming the tensor that is missing, unexpected, misshaped or not finite."""
+    """Raise HeadError, naming the tensor that is missing, unexpected, misshaped, quantised or not finite."""
     missing = [name for name in shapes if name not in tensors]
     unexpected = [name for name in tensors if name not in shapes]
     if missing or unexpected:
@@ -65,6 +67,12 @@ def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, T
         found = tuple(tensors[name].shape)
         if found != shape:
             raise HeadError(f"{name} has shape {list(found)}, but config.json asks for {list(shape)}")
+        dtype = tensors[name].dtype
+        if dtype not in _FLOATS and (name not in _IDS or dtype.is_floating_point):
+            raise HeadError(
+                f"{name} in {folder / WEIGHTS} is stored as {str(dtype).removeprefix('torch.')}, which cannot be "
+                "run; valid: float32, bfloat16, float16, float64"
+            )
         if not bool(torch.isfinite(tensors[name]).all()):
             raise HeadError(
                 f"{name} holds values that are not finite; the head is damaged, fetch or train it again"

@@ -214,6 +214,8 @@ def _parts(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]
     values = values if isinstance(values, dict) else {}
     inner, jet = values.get("dflash_config"), values.get("jet") or {}
     names = values.get("architectures") or []
+    if not isinstance(names, list):
+        raise HeadError(f"config.json: architectures is {names!r}; valid: a list of class names")
     deepspec = inner is None and ("Qwen3DSparkModel" in names or "markov_rank" in values)
     if not deepspec and not isinstance(inner, dict):
         raise HeadError(
@@ -271,6 +273,8 @@ def _confidence(found: _Keys, jet: Mapping[str, Any], layout: str) -> bool:
     stated = [jet.get("confidence"), found.get("enable_confidence_head")]
     alpha = found.get("confidence_head_alpha")
     if stated[1] is None and alpha is not None:
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            raise HeadError(f"config.json: confidence_head_alpha is {alpha!r}; valid: a number")
         stated.append(alpha > 0)
     present = [flag("enable_confidence_head", value) for value in stated if value is not None]
     return bool(agree("the confidence head", *present)) if present else False
