@@ -56,6 +56,7 @@ class RopeConfig:
 
         Raises ModelError for an unknown kind and for a missing or unusable number.
         """
+        _number(values, "rope_theta", 1.0)  # also where the value in `rope_parameters` takes precedence
         given = dict(_rope_values(values))
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ROPE_KINDS:
@@ -253,12 +254,12 @@ def _rope_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _windows(values: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, where the family has one and the configuration turns it on."""
+    if values.get("sliding_window") is not None:  # checked where it has no effect, too: the file is damaged
+        _positive(values, "sliding_window")
     if family == "llama":
         return (None,) * layers
     on = family == "mistral" or bool(values.get("use_sliding_window", False))
     window = values.get("sliding_window", 4096) if on else None
-    if window is not None:
-        window = _positive({"sliding_window": window}, "sliding_window")
     if family in ("mistral", "qwen3_moe"):  # layer_types and max_window_layers have no effect there
         return (window,) * layers
     types = values.get("layer_types")

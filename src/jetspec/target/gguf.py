@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ def _restore_splitting(backend: Any, path: Path) -> None:
 
 
 def _save(save_file: Any, weights: dict[str, Any], path: Path) -> None:
-    """save_file, with its own exception for a full disk turned into the OSError that it came from."""
+    """save_file, with its own exception turned into the OSError that it came from."""
     try:
         save_file(weights, path, metadata={"format": "pt"})
     except OSError:
@@ -105,8 +106,8 @@ def _save(save_file: Any, weights: dict[str, Any], path: Path) -> None:
     except Exception as error:  # SafetensorError keeps the system's error only as text
         import errno
 
-        full = "No space left" in str(error) or "os error 28" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 def _require_readable(path: Path) -> None:

@@ -28,7 +28,7 @@ _MANIFEST_FORMAT = 1
 # Files up to this size are hashed at every start (milliseconds); of larger ones only the size is compared.
 _SMALL_FILE_BYTES = 8_000_000
 _STORAGE_ERRORS = {
-    *(errno.ENOSPC, errno.EDQUOT),  # full
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full, or beyond the largest file that is allowed
     *(errno.EACCES, errno.EPERM, errno.EROFS),  # not allowed
     *(errno.ENOTDIR, errno.EEXIST),  # a file is in the way
 }
