@@ -91,16 +91,16 @@ def records() -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def test_marks_are_the_honest_model() -> None:
+def test_marks_are_the_model_by_phases() -> None:
     """Guards both models on measured numbers, worked out by hand: tau 3 in 30 ms rounds against 20 ms steps
     is 2.0; the chain's tau 2 in 26 ms is 1.54, while the formula, to which verifying is free, says more."""
     tree, chain = marks(summarise(records()))
-    assert tree.honest == pytest.approx(2.0) and tree.alpha is None and tree.formula is None
+    assert tree.by_phases == pytest.approx(2.0) and tree.alpha is None and tree.formula is None
     assert tree.measured == pytest.approx(2.0) and tree.cost == pytest.approx(0.25 / 8)
     assert tree.terms == pytest.approx({"draft": 0.2, "build": 0.05, "verify": 1.2, "commit": 0.05})
-    assert chain.honest == pytest.approx(2.0 / 1.3)
+    assert chain.by_phases == pytest.approx(2.0 / 1.3)
     assert chain.alpha is not None and expected_tokens(chain.alpha, 4) == pytest.approx(2.0)
-    assert chain.formula == pytest.approx(2.0 / (1.0 + 0.225)) and chain.formula > chain.honest
+    assert chain.formula == pytest.approx(2.0 / (1.0 + 0.225)) and chain.formula > chain.by_phases
     with pytest.raises(DataError, match="no drafting method beside plain decoding at T = 1, batch 1"):
         marks(summarise(records()), 1.0)
 
@@ -116,12 +116,12 @@ def test_curves() -> None:
     ]
     curve = chain_curve(rows[2], rows)
     assert [length for length, _ in curve] == [1, 2, 3, 4]
-    assert curve[3][1] == pytest.approx(marks(rows)[1].honest)
+    assert curve[3][1] == pytest.approx(marks(rows)[1].by_phases)
     assert curve[0][1] == pytest.approx(1.5 / (0.25 + 0.975))
 
 
 def test_tables_and_picture() -> None:
-    """Guards what is shown: the article's two costs side by side, marks in the nearer panel, and the honest
+    """Guards what is shown: the article's two costs side by side, marks in the nearer panel, and the
     model in a panel of its own."""
     rows = summarise(records())
     found = marks(rows)
@@ -129,9 +129,9 @@ def test_tables_and_picture() -> None:
     assert [grid.rows[0][4] for grid in grids] == ["3.09", "4.31"]
     assert mark_grid(found).rows[1][0] == "jetspec-chain 4" and mark_grid(found).rows[0][3] == "–"
     figure = draw((0.6, 0.8), (0.05, 0.0005), found, rows)
-    cheap, cheapest, honest = figure.axes
+    cheap, cheapest, phases = figure.axes
     assert [t.get_text() for t in cheap.get_legend().get_texts()][2].startswith("jetspec-chain 4: α ")
-    assert len(cheapest.get_legend().get_texts()) == 2 and "hollow: measured" in honest.get_title()
+    assert len(cheapest.get_legend().get_texts()) == 2 and "hollow: measured" in phases.get_title()
     assert len(draw((0.6,), (0.05,)).axes) == 1
 
 
@@ -151,7 +151,7 @@ def test_auto_budgets_stand_at_their_mean() -> None:
         "jetspec-chain auto",
     ]
     auto, never = found[1], found[3]
-    assert auto.length == pytest.approx(5.0) and auto.honest == pytest.approx(found[0].honest)
+    assert auto.length == pytest.approx(5.0) and auto.by_phases == pytest.approx(found[0].by_phases)
     assert never.length == 0 and never.alpha is None and never.cost == 0
     assert [row[:2] for row in mark_grid(found).rows][1] == ("jetspec-tree auto", "5.0")
     names = [text.get_text() for text in draw((0.6,), (0.05,), found).axes[-1].get_legend().get_texts()]

@@ -63,6 +63,15 @@ def test_other_verbs_refuse_too(verb: str, tiny_folder: Path) -> None:
     assert "was not found" in jetspec(verb, *prompt, "--model", tiny_folder, "--head", "nowhere").error
 
 
+@pytest.mark.parametrize("verb", [["generate"], ["tree"], ["bench", "plot"]])
+def test_usage_errors_name_the_help_of_their_verb(verb: list[str]) -> None:
+    """Guards the way out: the page of all verbs does not list the options of one."""
+    line = jetspec(*verb, "--colour").error
+    assert line.startswith("No such option: --colour") and line.endswith(
+        f"(see jetspec {' '.join(verb)} --help)"
+    )
+
+
 def test_tree_counts_rounds_from_one(tiny_folder: Path) -> None:
     """Guards against a search for round 0 that decodes to the end in vain."""
     assert "round must be" in jetspec("tree", "Hello", "--round", "0", "--model", tiny_folder).error

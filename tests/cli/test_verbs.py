@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import typer
 
 import jetspec as package
 from jetspec.cli import checks, options
-from jetspec.cli.app import app, verbs
+from jetspec.cli.app import app, command, verbs
 from jetspec.cli.demo import PROMPTS
 from jetspec.target.cache import KVCache
 from jetspec.target.default_model import DEFAULT_MODEL
@@ -32,13 +34,26 @@ def test_help_lists_the_verbs() -> None:
 @pytest.mark.parametrize("verb", verbs())
 def test_every_help_page_names_every_option(verb: str) -> None:
     """Guards the help pages: each option with a sentence of its own."""
-    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    found = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     page = jetspec(verb, "--help")
     assert (page.code, page.err) == (0, "")
-    for parameter in command.params:
+    for parameter in found.params:
         for name in parameter.opts if parameter.param_type_name == "option" else ():
             assert name in page.out
         assert getattr(parameter, "help", None), parameter.name
+
+
+def _pages(found: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    yield names
+    for name, below in getattr(found, "commands", {}).items():
+        yield from _pages(below, *names, name)
+
+
+def test_help_speaks_no_python() -> None:
+    """Guards readers who do not know Python against `<list[Path]>` and doubled brackets on the help pages."""
+    for names in _pages(command()):
+        page = jetspec(*names, "--help").out
+        assert not re.search(r"<\w+(\[\w+\])?>|\[\[|\.\.\.\]\.\.\.", page), (names, page)
 
 
 def test_help_and_version_load_no_torch() -> None:
@@ -68,7 +83,7 @@ def test_tree_draws_one_round(tiny_folder: Path) -> None:
     assert any(line.startswith("round 2: 10 nodes drafted, ") for line in lines)
     assert any(line.endswith("% ✓") for line in lines) and any(line.endswith(" bonus") for line in lines)
     assert any(line.endswith("%") for line in lines)
-    assert any("accepted ✓ · bonus" in line for line in lines)
+    assert any(line.startswith("accepted ✓ · bonus") and "without a mark: rejected" in line for line in lines)
 
 
 def test_tree_as_json_fits_the_text(tiny_folder: Path) -> None:
@@ -164,3 +179,4 @@ def test_demo_compares_every_prompt(tiny_folder: Path) -> None:
     assert [row.split("│")[1].strip() for row in rows] == [*PROMPTS, "all"]
     assert all("yes" in row and "×" in row for row in rows)
     assert "40" in rows[-1]
+    assert "green" not in done.err  # there are no colours in a file

@@ -4,7 +4,7 @@ The formula (JetSpec, arXiv 2606.18394, equations 1 and 2; Leviathan et al., arX
 token is accepted with the same probability `alpha`, drafting one costs `c` target steps, and verifying any
 number costs one. A chain of N then emits E = (1 - alpha^(N+1)) / (1 - alpha) tokens in N c + 1 steps.
 
-The honest one takes tau and the four phases of a round from measurements: tau(B) / ((t_draft + t_build +
+The one by phases takes tau and the four phases of a round from measurements: tau(B) / ((t_draft + t_build +
 t_verify(B) + t_commit) / t_plain). Verification is not free, and acceptance falls with depth.
 """
 
@@ -75,7 +75,7 @@ class Mark:
     alpha      that explains tau, where the method drafts a chain; None for trees, which it does not describe
     cost       c: plain steps per drafted token; building counts, as some heads draft while the tree grows
     formula    what the formula predicts for that alpha and c; None for trees
-    honest     tau / (sum of the phases / plain step), and how that sum is made up: terms, in plain steps
+    by_phases  tau / (sum of the phases / plain step), and how that sum is made up: terms, in plain steps
     measured   speedup on the clock, which also has the engine's own work between the phases
     """
 
@@ -86,7 +86,7 @@ class Mark:
     alpha: float | None
     cost: float
     formula: float | None
-    honest: float
+    by_phases: float
     terms: dict[str, float]
     measured: float
 
@@ -133,7 +133,7 @@ def _mark(row: Row, plain: Row) -> Mark:
         alpha=alpha,
         cost=cost,
         formula=None if alpha is None else predicted_speedup(alpha, cost, length),
-        honest=row.tau.value / sum(terms.values()),
+        by_phases=row.tau.value / sum(terms.values()),
         terms=terms,
         measured=row.speedup.value,
     )
@@ -158,7 +158,7 @@ def verify_curve(rows: Many[Row]) -> list[tuple[float, float]]:
 
 
 def chain_curve(row: Row, rows: Many[Row]) -> list[tuple[int, float]]:
-    """The honest model of a chain at every length up to the measured one: (length, speedup).
+    """The model by phases of a chain at every length up to the measured one: (length, speedup).
 
     tau(N) = 1 + S_1 + … + S_N from the measured survival; verification is read off `verify_curve` of `rows`,
     with straight lines between the measured sizes; drafting as measured, which is right for a head that
@@ -218,7 +218,7 @@ def mark_grid(found: Many[Mark]) -> Grid:
             f"{mark.cost:.4f}",
             *(f"{mark.terms[phase]:.3f}" for phase in ("draft", "build", "verify", "commit")),
             optional(mark.formula),
-            f"{mark.honest:.2f}",
+            f"{mark.by_phases:.2f}",
             f"{mark.measured:.2f}",
         )
         for mark in found
@@ -231,7 +231,7 @@ def mark_grid(found: Many[Mark]) -> Grid:
         "c",
         *(f"{phase}/plain" for phase in ("draft", "build", "verify", "commit")),
         "formula",
-        "honest",
+        "by phases",
         "measured",
     )
     return Grid("Measured: c and alpha, and what the two models make of them", columns, rows)
@@ -239,7 +239,7 @@ def mark_grid(found: Many[Mark]) -> Grid:
 
 def draw(alphas: Many[float], costs: Many[float], found: Many[Mark] = (), rows: Many[Row] = ()) -> Figure:
     """The figure: a panel of the formula per c, measured chains marked in the panel whose c is nearest; and,
-    with measurements, a panel of the honest model."""
+    with measurements, a panel of the model by phases."""
     from jetspec.bench.plot import new_figure, style_of
 
     figure, panels = new_figure(4.6 * (len(costs) + bool(found)), 4.4, len(costs) + bool(found))
@@ -260,7 +260,7 @@ def draw(alphas: Many[float], costs: Many[float], found: Many[Mark] = (), rows: 
             label = f"{mark.name}: α {mark.alpha:.2f}, c {mark.cost:.4f}"
             panels[nearest].plot(mark.length, mark.formula, ls="", label=label, **style_of(mark.method))
     if found:
-        _honest_panel(panels[-1], found, rows)
+        _phases_panel(panels[-1], found, rows)
     for axes in panels:
         axes.legend(fontsize="x-small")
     return figure
@@ -275,17 +275,17 @@ def _distance(a: float, b: float) -> float:
     return abs(math.log(max(a, 1e-9) / max(b, 1e-9)))
 
 
-def _honest_panel(axes: Any, found: Many[Mark], rows: Many[Row]) -> None:
+def _phases_panel(axes: Any, found: Many[Mark], rows: Many[Row]) -> None:
     from jetspec.bench.plot import style_of
 
     for method in dict.fromkeys(mark.method for mark in found):
         own = sorted((mark for mark in found if mark.method == method), key=_place)
         fixed = [mark for mark in own if isinstance(mark.budget, int)]
         style = style_of(method)
-        axes.plot([_place(m) for m in fixed], [m.honest for m in fixed], ls="-", label=method, **style)
+        axes.plot([_place(m) for m in fixed], [m.by_phases for m in fixed], ls="-", label=method, **style)
         for mark in own:
             if not isinstance(mark.budget, int):  # apart from the line, at the mean of what it chose
-                axes.plot(_place(mark), mark.honest, ls="", label=f"{mark.name} (mean nodes)", **style)
+                axes.plot(_place(mark), mark.by_phases, ls="", label=f"{mark.name} (mean nodes)", **style)
         axes.plot(
             [_place(m) for m in own], [m.measured for m in own], ls="", mfc="none", ms=9, mec=style["color"],
             marker=style["marker"],

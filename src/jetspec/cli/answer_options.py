@@ -16,13 +16,15 @@ Prompts = Annotated[
         " the hub, hf:org/name[/config][:split]. May be repeated.",
     ),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", help="Answer tokens to make.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+Tokens = Annotated[int, typer.Option("--tokens", metavar="N", help="Answer tokens to make.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Longest answer, in tokens.")]
 MaxPrompt = Annotated[
     int,
-    typer.Option("--max-prompt", help="Longest prompt, in tokens, with the conversation before it."),
+    typer.Option(
+        "--max-prompt", metavar="N", help="Longest prompt, in tokens, with the conversation before it."
+    ),
 ]
-Batch = Annotated[int, typer.Option("--batch", help="Prompts answered at once.")]
+Batch = Annotated[int, typer.Option("--batch", metavar="N", help="Prompts answered at once.")]
 Part = Annotated[
     str,
     typer.Option(
@@ -66,7 +68,9 @@ Thinking = Annotated[
         "--thinking/--no-thinking", help="Let the answers begin with reasoning, if the template can."
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the prompts' order and of sampled answers.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Seed of the prompts' order and of sampled answers.")
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before writing many gigabytes.")]
 Out = Annotated[
     Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder that answers are written to.")
@@ -103,7 +107,9 @@ ApiKeyEnv = Annotated[
     str | None,
     typer.Option("--api-key-env", metavar="VAR", help="Environment variable with the endpoint's key."),
 ]
-Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests to the endpoint at once.")]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", metavar="N", help="Requests to the endpoint at once.")
+]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer of the endpoint.")
 ]

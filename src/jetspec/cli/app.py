@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +45,19 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def command() -> Any:
+    """The verbs as typer's command, whose help pages do not show Python types behind arguments."""
+    root = typer.main.get_command(app)
+    waiting: list[Any] = [root]
+    while waiting:
+        found = waiting.pop()
+        waiting += getattr(found, "commands", {}).values()
+        for parameter in found.params:
+            if parameter.param_type_name == "argument":  # typer has no option for it; others show a metavar
+                parameter.display_type_rich = lambda ctx: None
+    return root
 
 
 def verbs() -> list[str]:

@@ -97,7 +97,7 @@ ListThem = Annotated[
     typer.Option("--list", help="Only list the methods, and where their heads are; nothing is measured."),
 ]
 Records = Annotated[
-    list[Path], typer.Argument(metavar="RECORDS...", help="Files of records that jetspec bench wrote.")
+    list[Path], typer.Argument(metavar="RECORDS", help="Files of records that jetspec bench wrote.")
 ]
 RunKey = Annotated[
     str | None,

@@ -55,7 +55,8 @@ def demo(
     )
     if not loaded.target.tokenizer.has_template:
         wanted["raw"] = True
-    screen.note("drafted tokens are green, the target's own ones yellow")
+    if screen.colours:
+        screen.note("drafted tokens are green, the target's own ones yellow")
 
     def show(outcome: Outcome) -> None:
         for piece in outcome.emissions:

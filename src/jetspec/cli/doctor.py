@@ -126,6 +126,10 @@ def _decode(
     from jetspec.cli import checks, report
 
     cases = checks.cases(drafters)
+    tell(
+        "with drafts (a run: one builder and budget, three prompts at once; gaps: how often accepted tokens were"
+        " not neighbours in the cache, where a wrong mask or cache would show)"
+    )
     runs: list[dict[str, Any]] = []
     with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
         task = bar.add_task("decoding with drafts", total=len(cases))
@@ -137,7 +141,6 @@ def _decode(
                 bar.advance(task)
             tell(_group_line(done))
             runs += done
-    tell("  a run: one builder and budget, three prompts at once; gaps: accepted paths that skip rows")
     for line in _lossless_lines(runs, len(prompts)):
         tell(line)
     return runs

@@ -63,7 +63,7 @@ def _run(argv: Sequence[str]) -> int:
     """Find the verb and run it; its modules are loaded here, where Ctrl-C is caught already."""
     import typer
 
-    from jetspec.cli.app import app, arguments
+    from jetspec.cli.app import arguments, command
 
     if not {"--help", "-h", "--version"}.intersection(argv):
         import numpy  # noqa: F401 (torch would import it from C, where Ctrl-C is swallowed)
@@ -71,11 +71,13 @@ def _run(argv: Sequence[str]) -> int:
     # ClickException, the base of usage errors: newer releases of typer carry their own copy of click.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
-        code = app(args=arguments(argv), prog_name="jetspec", standalone_mode=False)
+        code = command()(args=arguments(argv), prog_name="jetspec", standalone_mode=False)
     except typer.Abort:
         return INTERRUPTED
     except usage_error as error:
-        raise OptionError(f"{error.format_message()} (see jetspec --help)") from error  # type: ignore[attr-defined]
+        context = getattr(error, "ctx", None)
+        verb = "jetspec" if context is None else context.command_path
+        raise OptionError(f"{error.format_message()} (see {verb} --help)") from error  # type: ignore[attr-defined]
     return code if isinstance(code, int) else 0
 
 

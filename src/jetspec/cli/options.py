@@ -18,7 +18,7 @@ AUTO_BUDGET = "auto"
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        metavar="[PROMPT]",
+        metavar="PROMPT",
         help="The prompt; '-' reads it from standard input, and so does leaving it out when input is piped.",
     ),
 ]

@@ -24,10 +24,12 @@ Topics = Annotated[
     Path | None,
     typer.Option("--seed-topics", metavar="FILE", help="Subjects to ask about, one per line, in turn."),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest prompt, in tokens.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Longest prompt, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", metavar="T", help="Above 0.")]
-Batch = Annotated[int, typer.Option("--batch", help="Prompts written at once; changes nothing else.")]
-Seed = Annotated[int, typer.Option("--seed", help="Selects the prompts.")]
+Batch = Annotated[
+    int, typer.Option("--batch", metavar="N", help="Prompts written at once; changes nothing else.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Selects the prompts.")]
 
 
 def prompts(

@@ -61,6 +61,7 @@ class Screen:
         )
         if not self.out.is_terminal:
             self.out.width = _NO_END  # nothing is cut or wrapped where there is no terminal
+        self.colours = self.out.color_system is not None
         self.quiet = quiet
         self._mid_line = False
         self._later = ""

@@ -24,7 +24,7 @@ Costs = Annotated[
 ]
 Records = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RECORDS]...", help="Files of jetspec bench, to mark where this machine stands."),
+    typer.Argument(metavar="RECORDS", help="Files of jetspec bench, to mark where this machine stands."),
 ]
 Picture = Annotated[
     list[Path] | None,
@@ -32,7 +32,9 @@ Picture = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", "-t", help="Which temperature of the records; the lowest if left out."),
+    typer.Option(
+        "--temperature", "-t", metavar="T", help="Which temperature of the records; the lowest if left out."
+    ),
 ]
 Batch = Annotated[int, typer.Option("--batch", metavar="N", help="Which batch size of the records.")]
 
@@ -94,7 +96,7 @@ def theory(
     if found:
         screen.line(
             "alpha and the formula are for chains only; nodes: drafted per round, on average."
-            " honest: τ / (draft + build + verify + commit), medians in plain steps;"
+            " by phases: τ / (draft + build + verify + commit), medians in plain steps;"
             " measured: on the clock, with the engine's work between the phases."
         )
     for path in out or []:

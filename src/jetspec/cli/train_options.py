@@ -42,7 +42,8 @@ Answers = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", help="Seed of prompts' order, sampled answers, weights and batches.")
+    int,
+    typer.Option("--seed", metavar="N", help="Seed of prompts' order, sampled answers, weights and batches."),
 ]
 Out = Annotated[
     Path | None,
@@ -56,9 +57,9 @@ Out = Annotated[
 ]
 
 
-def _change(name: str, text: str) -> Any:
-    """An option that replaces a value of the recipe."""
-    return typer.Option(name, help=text, show_default=False)
+def _change(name: str, text: str, metavar: str | None = "N") -> Any:
+    """An option that replaces a value of the recipe; a flag has no metavar."""
+    return typer.Option(name, help=text, metavar=metavar, show_default=False)
 
 
 Tokens = Annotated[
@@ -68,22 +69,30 @@ MaxTokens = Annotated[int | None, _change("--max-tokens", "Longest answer, in to
 Batch = Annotated[int | None, _change("--batch", "Prompts answered at once.")]
 Minutes = Annotated[
     float | None,
-    _change("--minutes", "Training time; the schedule's length is derived from the measured speed."),
+    _change(
+        "--minutes",
+        "Training time; the schedule's length is derived from the measured speed.",
+        metavar="MINUTES",
+    ),
 ]
 Steps = Annotated[int | None, _change("--steps", "Length of the schedule in steps.")]
-Rate = Annotated[float | None, _change("--rate", "Peak learning rate.")]
-Optimizer = Annotated[str | None, _change("--optimizer", "adamw or muon.")]
+Rate = Annotated[float | None, _change("--rate", "Peak learning rate.", metavar="X")]
+Optimizer = Annotated[str | None, _change("--optimizer", "adamw or muon.", metavar="NAME")]
 Weighting = Annotated[
-    str | None, _change("--weighting", "Of the depths: uniform, exponential or expected-length.")
+    str | None,
+    _change("--weighting", "Of the depths: uniform, exponential or expected-length.", metavar="NAME"),
 ]
 Decay = Annotated[
-    float | None, _change("--decay", "Exponential depth weights exp(-(k-1)/decay); 0 is uniform.")
+    float | None,
+    _change("--decay", "Exponential depth weights exp(-(k-1)/decay); 0 is uniform.", metavar="X"),
 ]
 PerBatch = Annotated[int | None, _change("--answers-per-batch", "Answers in a batch.")]
 Anchors = Annotated[int | None, _change("--anchors", "Blocks per answer in a batch.")]
 Products = Annotated[
     str | None,
-    _change("--products", "Matrix products in auto, float32 or bfloat16 (with float32 sums)."),
+    _change(
+        "--products", "Matrix products in auto, float32 or bfloat16 (with float32 sums).", metavar="NAME"
+    ),
 ]
 Fsdp = Annotated[
     bool,
@@ -104,13 +113,20 @@ NewVocab = Annotated[
     _change(
         "--new-vocab",
         "With --from-head: choose the draft vocabulary anew, from the answers (block heads).",
+        metavar=None,
     ),
 ]
-Scorer = Annotated[str | None, _change("--scorer", "Path scorer: none, vanilla, gated or rnn.")]
+Scorer = Annotated[
+    str | None, _change("--scorer", "Path scorer: none, vanilla, gated or rnn.", metavar="NAME")
+]
 Rank = Annotated[int | None, _change("--rank", "Rank of the path scorer; 0 = none.")]
-Plain = Annotated[bool, _change("--plain", "The published form: no direct input, no slot embedding.")]
+Plain = Annotated[
+    bool, _change("--plain", "The published form: no direct input, no slot embedding.", metavar=None)
+]
 Bidirectional = Annotated[
     bool,
-    _change("--bidirectional", "Slots see all of their block (DFlash), not only what comes before."),
+    _change(
+        "--bidirectional", "Slots see all of their block (DFlash), not only what comes before.", metavar=None
+    ),
 ]
-Cold = Annotated[bool, _change("--cold", "Random first weights, not the target's last layers.")]
+Cold = Annotated[bool, _change("--cold", "Random first weights, not the target's last layers.", metavar=None)]

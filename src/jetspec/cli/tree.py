@@ -116,7 +116,7 @@ def _draw(screen: Screen, target: Target, number: int, before: str, outcome: Out
         " · ",
         ("bonus: the target's own", "yellow"),
         " · ",
-        ("rejected", "red"),
+        ("rejected", "red") if screen.colours else "without a mark: rejected",
     )
     screen.out.print(Text.assemble(*legend), soft_wrap=True)
     screen.line("percent: the draft's probability of the path down to the token", "dim")
