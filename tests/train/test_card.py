@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jetspec
 from jetspec.train.card import card
 from jetspec.train.curves import draw_curves
 from jetspec.train.log import append_log, read_log
@@ -69,3 +70,16 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     assert json.dumps(TAU) not in text
     del manifest["validation"]
     assert "Not validated" in card(manifest, [])
+
+
+def test_every_packaged_head_has_its_card() -> None:
+    """Guards users of the package, who see a folder of weights: whose head it is, on what it was trained, and
+    that the card is that of these weights and not of the ones before."""
+    folders = [path.parent for path in Path(jetspec.__file__).parent.glob("heads/*/config.json")]
+    assert folders
+    for folder in folders:
+        manifest = json.loads((folder / "config.json").read_text("utf-8"))["jet"]["manifest"]
+        text = (folder / "README.md").read_text("utf-8")
+        name = manifest["target"]["name"]
+        assert f"base_model: {name}\n" in text and f"jetspec --model {name} --head" in text
+        assert f"{manifest['supervised_blocks']} blocks" in text and str(manifest["commit"]) in text
