@@ -64,7 +64,7 @@ def test_commands_exist() -> None:
             assert used <= known, f"{' '.join(words)}: {used - known} is no option of {verb}"
         elif words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE), words
-        elif words[0] == "python":
+        elif words[0] == "python" and words[1] != "-m":
             text = (PROJECT / words[1]).read_text("utf-8")
             assert all(f'"{word}"' in text for word in words[2:] if word.startswith("--")), words
     assert {"jetspec", "make", "python"} <= seen
