@@ -183,7 +183,7 @@ FAULTS = {
     "another rank": ("deepspec", edit("markov_rank", 5), "markov_w1.weight has shape"),
     "no rank": ("specforge", edit("markov_rank", 0, True), "path scorer that the head does not have"),
     "confidence off": ("deepspec", edit("enable_confidence_head", False), "unexpected confidence_head"),
-    "weight of a loss": ("specforge", edit("confidence_head_alpha", "x", True), "confidence_head_alpha is 'x'"),
+    "loss weight": ("specforge", edit("confidence_head_alpha", "x", True), "confidence_head_alpha is 'x'"),
     "tied": ("deepspec", edit("tie_word_embeddings", True), "tie_word_embeddings"),
     "mask": ("specforge", edit("attention_mode", "banded", True), "'banded'"),
     "in place": ("specforge", edit("sample_from_anchor", False), None),

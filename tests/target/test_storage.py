@@ -193,7 +193,8 @@ def test_cache_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_write_that_ends_half_way_names_its_file(cache: Path, number: int) -> None:
     """Guards limits on disks, users and files (ulimit -f): the system's error of a write has no file name."""
-    with pytest.raises(StorageError, match=f"cannot write to {cache}.*--out"), storage.storage_errors(cache, "--out"):
+    expected = pytest.raises(StorageError, match=f"cannot write to {cache}.*--out")
+    with expected, storage.storage_errors(cache, "--out"):
         raise OSError(number, os.strerror(number))
 
 
