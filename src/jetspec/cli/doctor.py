@@ -127,8 +127,8 @@ def _decode(
 
     cases = checks.cases(drafters)
     tell(
-        "with drafts (a run: one builder and budget, three prompts at once; gaps: how often accepted tokens were"
-        " not neighbours in the cache, where a wrong mask or cache would show)"
+        "with drafts (a run: one builder and budget, three prompts at once; gaps: how often accepted tokens"
+        " were not neighbours in the cache, where a wrong mask or cache would show)"
     )
     runs: list[dict[str, Any]] = []
     with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:

@@ -70,8 +70,8 @@ def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, T
         dtype = tensors[name].dtype
         if dtype not in _FLOATS and (name not in _IDS or dtype.is_floating_point):
             raise HeadError(
-                f"{name} in {folder / WEIGHTS} is stored as {str(dtype).removeprefix('torch.')}, which cannot "
-                "be run; valid: float32, bfloat16, float16, float64"
+                f"{name} in {folder / WEIGHTS} is stored as {str(dtype).removeprefix('torch.')}, which "
+                "cannot be run; valid: float32, bfloat16, float16, float64"
             )
         if not bool(torch.isfinite(tensors[name]).all()):
             raise HeadError(
