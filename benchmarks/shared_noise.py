@@ -46,6 +46,11 @@ def read_prompts(path: Path, count: int, skip: int) -> list[str]:
     return [t for name in sorted(by_source) for t in by_source[name][skip // share : (skip + count) // share]]
 
 
+def read_sets(args: argparse.Namespace) -> list[str]:
+    """The first `args.sets` prompts, evenly spread, of each evaluation set."""
+    return [q.text for name in common.SETS for q in common.read_set(args.data, name, args.sets)]
+
+
 def answer(
     target: Target, taps: tuple[int, ...], prompts: list[str], args: argparse.Namespace
 ) -> list[Answer]:
@@ -162,6 +167,7 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="prompts left out before them (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="most new tokens (%(default)s)")
     parser.add_argument("--file", type=Path, default=PROMPTS, help="JSON lines with 'source' and 'turns'")
+    parser.add_argument("--sets", type=int, metavar="N", help="N prompts of each evaluation set instead")
     for name, kind, value in (
         ("temperature", float, 1.0),
         ("top-k", int, 0),
@@ -187,11 +193,20 @@ def main() -> int:
     target, drafter = common.load(args)
     if not isinstance(drafter, BlockDrafter):
         raise OptionError("this measurement needs a block head; give one with --head")
-    answers = answer(target, drafter.taps, read_prompts(args.file, args.prompts, args.skip), args)
+    prompts = read_prompts(args.file, args.prompts, args.skip) if args.sets is None else read_sets(args)
+    answers = answer(target, drafter.taps, prompts, args)
+    greedy = record(
+        target,
+        drafter.taps,
+        [common.encode(target, p) for p in prompts],
+        [Sampling()] * len(prompts),
+        args.tokens,
+    )
     forms: dict[str, NoiseWeights | None] = {"without": None, "shared noise": NoiseWeights()}
     forms |= {f"a {a:g}, b {b:g}": NoiseWeights((a,), (b,)) for a, b in args.weights}
     found: list[dict[str, Any]] = []
     for budget in BUDGETS:
+        certain = tau(follow(drafter, greedy, budget))
         base: list[Row] = []
         for name, weights in forms.items():
             drafter.shared_noise = weights is not None
@@ -204,6 +219,7 @@ def main() -> int:
                     "budget": budget,
                     "form": name,
                     "tau": tau(rows),
+                    "kept": tau(rows) / certain,
                     "ratio": tau(rows) / tau(base),
                     "interval": ratio_interval(base, rows),
                     "stated": sum(r.stated for r in rows) / rounds,
@@ -211,7 +227,15 @@ def main() -> int:
                 }
             )
     fits = fit_weights(drafter, answers, 3) if args.fit else []
-    facts = common.provenance(Path(__file__), {k: str(v) for k, v in vars(args).items()})
+    hidden = ("data", "results", "json", "threads", "file", "head")
+    arguments = {k: v for k, v in vars(args).items() if k not in hidden}
+    arguments["head"] = common.head_identity(args.head, target)
+    facts = common.provenance(Path(__file__), arguments)
+    journal = common.Journal(args.results / "shared_noise.jsonl")
+    key = common.run_key(facts)
+    journal.append({"kind": "run", "key": key, "run": facts})
+    for row in found:
+        journal.append({"kind": "form", "key": key, **row})
     if args.json:
         print(json.dumps({"tau": found, "fit": fits, **facts}))
         return 0
@@ -222,11 +246,11 @@ def main() -> int:
 def _print(found: list[dict[str, Any]], fits: list[dict[str, float]], facts: dict[str, Any]) -> None:
     console = common.console()
     table = Table(title="τ along the same answers")
-    for title in ("budget", "form", "τ", "ratio", "95 %", "stated", "accepted"):
+    for title in ("budget", "form", "τ", "of τ at T = 0", "ratio", "95 %", "stated", "accepted"):
         table.add_column(title, justify="left" if title == "form" else "right")
     for r in found:
         low, high = r["interval"]
-        numbers = (f"{r['tau']:.3f}", f"{r['ratio']:.3f}", f"{low:.3f}-{high:.3f}")
+        numbers = (f"{r['tau']:.3f}", f"{r['kept']:.3f}", f"{r['ratio']:.3f}", f"{low:.3f}-{high:.3f}")
         table.add_row(f"{r['budget']}", r["form"], *numbers, f"{r['stated']:.2f}", f"{r['accepted']:.2f}")
     console.print(table)
     if fits:
