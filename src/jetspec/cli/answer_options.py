@@ -105,5 +105,6 @@ ApiKeyEnv = Annotated[
 ]
 Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests to the endpoint at once.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer of the endpoint.")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Longest wait for a whole answer of the endpoint."),
 ]
