@@ -66,6 +66,19 @@ def test_train_through_the_command_line(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_head(folder).weights.items())
 
 
+def test_limit_and_strict_reach_the_prompts(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards two options that the documentation offered to `train`, which did not have them."""
+    given = command(model_folder, tmp_path, "--steps", "1", "--limit", "7")
+    held = tmp_path / "eval.txt"
+    held.write_text("the quick brown fox jumps over 3 lazy dogs\n")
+    assert main([*given, "--exclude", str(held), "--strict"]) == 2
+    assert "1 prompts are eval prompts" in capsys.readouterr().err
+    assert main(given) == 0
+    assert "7 prompts of 7 records" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -106,6 +119,9 @@ def test_every_block_method_through_the_command_line(
         (("--threads", "99999999999"), "threads"),
         (("--steps", "0"), "steps must be a number of at least 1"),
         (("--minutes", "nan"), "minutes must be a number"),
+        (("--minutes", "0"), "minutes must be a number above 0, got 0"),
+        (("--limit", "0"), "--limit must be at least 1"),
+        (("--set", "training.betas=[9,9]"), "betas must be two numbers from 0 to below 1"),
         (("--rate", "-1"), "rate must be a number"),
         (("--decay", "inf"), "decay must be a number"),
         (("--answers-per-batch", "0"), "answers_per_batch must be"),

@@ -30,6 +30,7 @@ from jetspec.train.features import (
 )
 from jetspec.train.folder_lock import locked
 from jetspec.train.log import write_whole
+from jetspec.train.shard_check import check_shard
 
 SHARD_SAMPLES = 64
 
@@ -117,8 +118,9 @@ class AnswerFolder:
         return list(self._lines.values())
 
     def samples(self) -> Iterator[Sample]:
-        """The samples in the shards of earlier runs."""
+        """The samples in the shards of earlier runs. Raises DataError if one is broken."""
         for path in shard_paths(self.folder):
+            check_shard(path)
             yield from read_shard(path)
 
     def mend(self, answer: Answer) -> None:

@@ -8,6 +8,8 @@ def check_whole(text: str) -> str:
 
     Raises ValueError.
     """
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError("the text holds half of a surrogate pair")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half of a surrogate pair") from None
     return text
