@@ -62,8 +62,8 @@ def prompts(
 def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool) -> Path:
     """Let the target write as many prompts as the wanted answers need, for a training without a data set.
 
-    begun: whether some are answered already. Then the file stays as it is, since answers know their prompts by
-        number, and more prompts would make the folder another one's.
+    begun: whether some are answered already. Then the file stays as it is, since answers know their prompts
+        by number, and more prompts would make the folder another one's.
 
     Raises DataError if the prompts of a run that has begun are gone.
     """
@@ -75,13 +75,13 @@ def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool)
             there = path.read_bytes().count(b"\n")
         except OSError as error:
             raise DataError(
-                f"the prompts {path} cannot be read ({error.strerror or error}), and their answers have begun; "
-                "give the --prompts that were answered, or another --out"
+                f"the prompts {path} cannot be read ({error.strerror or error}), and their answers have begun;"
+                " give the --prompts that were answered, or another --out"
             ) from None
         if there < count:
             say(
-                f"the {there} prompts of {path} stay, as their answers have begun; where they give fewer tokens "
-                "than wanted, start another run (--out)"
+                f"the {there} prompts of {path} stay, as their answers have begun; where they give fewer "
+                "tokens than wanted, start another run (--out)"
             )
         return path
     done = _write(target, path, SelfOptions(count, seed=answers.seed, batch=answers.batch))
