@@ -75,8 +75,8 @@ def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool)
             there = path.read_bytes().count(b"\n")
         except OSError as error:
             raise DataError(
-                f"the prompts {path} cannot be read ({error.strerror or error}), and their answers have begun;"
-                " give the --prompts that were answered, or another --out"
+                f"the prompts {path} cannot be read ({error.strerror or error}), and their answers have "
+                "begun; give the --prompts that were answered, or another --out"
             ) from None
         if there < count:
             say(
