@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from jetspec.errors import DataError
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target
 from jetspec.train.data import Batch, Corpus, batches_at
-from jetspec.train.features import shard_paths
+from jetspec.train.features import read_shard, shard_paths, write_shard
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
 
 DEPTH = 4
@@ -163,6 +165,82 @@ def test_a_head_may_read_some_of_the_recorded_taps(corpus: Corpus) -> None:
     assert corpus.with_taps(()).taps_of(entry).shape == (entry.length, 0)
     with pytest.raises(DataError, match=r"layers \[0, 1, 2\], but the head reads layer 3"):
         corpus.with_taps((0, 3))
+
+
+def broken_shards() -> dict[str, Any]:
+    """Changes of a shard's tensors, each of which breaks it."""
+
+    def without(name: str) -> Any:
+        return lambda x: x.pop(name)
+
+    def changed(name: str, change: Any) -> Any:
+        return lambda x: x.update({name: change(x[name]).contiguous()})
+
+    def first(value: float) -> Any:
+        return lambda x: torch.cat([torch.tensor([value]).to(x.dtype), x[1:]])
+
+    return {
+        **{f"no-{name}": without(name) for name in ("tokens", "taps", "hidden", "lengths")},
+        **{f"few-{name}": changed(name, lambda x: x[:-1]) for name in ("tokens", "taps", "hidden")},
+        "few-temperatures": changed("temperatures", lambda x: x[:-1]),
+        "nan-temperature": changed("temperatures", first(float("nan"))),
+        "no-prompt": changed("prompt_lens", first(0)),
+        "long-prompt": changed("prompt_lens", first(1000)),
+        "negative-length": changed("lengths", first(-4)),
+        "negative-id": changed("tokens", first(-1)),
+        "float-tokens": changed("tokens", lambda x: x.float()),
+        "flat-hidden": changed("hidden", lambda x: x.flatten()),
+        "narrow-taps": changed("taps", lambda x: x[:, :-1]),
+    }
+
+
+@pytest.mark.parametrize("fault", broken_shards())
+def test_shards_that_lie_are_named(target: Target, tmp_path: Path, fault: str) -> None:
+    """Guards against a traceback deep in training and, where rows are missing, against training silently on
+    those of other answers; the folder's own reader refuses them too."""
+    tiny_answers(target, tmp_path, prompts=4, tokens=3)
+    (path,) = shard_paths(tmp_path)
+    tensors = load_file(path)
+    broken_shards()[fault](tensors)
+    save_file(tensors, path, {"taps": json.dumps(TAPS)})
+    with pytest.raises(DataError, match=rf"{path.name} is not a feature shard .*; delete it and run again"):
+        Corpus([tmp_path])
+    with pytest.raises(DataError, match=path.name):
+        tiny_answers(target, tmp_path, prompts=4, tokens=3)
+
+
+@pytest.mark.parametrize("taps", ['{"0": 1}', '["a"]', "5", "[true]", "[-1]", "no JSON", "[0, 1]"])
+def test_shards_without_proper_taps_are_named(target: Target, tmp_path: Path, taps: str) -> None:
+    """Guards the metadata: keys of an object were taken for layers."""
+    tiny_answers(target, tmp_path, prompts=4, tokens=3)
+    (path,) = shard_paths(tmp_path)
+    save_file(load_file(path), path, {"taps": taps})
+    with pytest.raises(DataError, match=rf"{path.name} is not a feature shard \(.*taps are"):
+        Corpus([tmp_path])
+
+
+def test_ids_and_widths_of_another_target_are_named(target: Target, tmp_path: Path) -> None:
+    """Guards against an index error of the embedding, and against rows that cannot be stacked."""
+    corpus = tiny_answers(target, tmp_path / "a", prompts=4, tokens=3)
+    largest = max(int(corpus.tokens(entry).max()) for entry in corpus.training + corpus.held_out)
+    corpus.check_ids(largest + 1)
+    with pytest.raises(
+        DataError, match=rf"features-00000.* holds the token id {largest}, but the target has"
+    ):
+        corpus.check_ids(largest)
+    tiny_answers(tiny_target(hidden_size=32), tmp_path / "b", prompts=4, tokens=3)
+    with pytest.raises(DataError, match=r"b/features-00000.* holds states of width 32, but .* of width 64"):
+        Corpus([tmp_path / "a", tmp_path / "b"])
+
+
+def test_a_single_answer_is_said_to_be_held_out(target: Target, tmp_path: Path) -> None:
+    """Guards the message: one answer of 24 tokens was said to be shorter than 2."""
+    tiny_answers(target, tmp_path, prompts=2)
+    (path,) = shard_paths(tmp_path)
+    samples = list(read_shard(path))[:1]
+    write_shard(tmp_path, 0, samples, TAPS)
+    with pytest.raises(DataError, match=r"a single answer .* held out for validation; answer more prompts"):
+        Corpus([tmp_path])
 
 
 def test_damaged_shards_are_named(target: Target, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def endpoint(**changes: Any) -> Endpoint:
 def completion(text: str | None, finish: str = "stop", **more: Any) -> httpx.Response:
     """What a server answers."""
     choice = {"message": {"role": "assistant", "content": text, **more}, "finish_reason": finish}
-    return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 5}})
+    content = json.dumps({"choices": [choice], "usage": {"completion_tokens": 5}})  # in ASCII
+    return httpx.Response(200, content=content)
 
 
 def echo(request: httpx.Request) -> httpx.Response:
@@ -275,6 +276,91 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("jetspec.train.answer_folder.append_answers", full)
     with pytest.raises(StorageError, match="full"):
         ask(tmp_path, echo)
+
+
+def garbage() -> httpx.Response:
+    """A body that is not compressed as its header says."""
+    headers = {"Content-Encoding": "gzip"}
+    return httpx.Response(200, headers=headers, stream=httpx.ByteStream(b"no gzip"))
+
+
+DEEP = b"[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (garbage, "failed 10 times in a row"),
+        (lambda: httpx.Response(200, content=DEEP), "an answer that is no completion"),
+        (lambda: httpx.Response(400, content=DEEP), "refuses every prompt: HTTP 400"),
+        (lambda: completion("\ud800"), "refuses every prompt: the text holds half of a surrogate pair"),
+        (lambda: completion("x", finish=["stop"]), "it finished with <class 'list'>"),  # type: ignore[arg-type]
+    ],
+    ids=["gzip", "deep-200", "deep-400", "surrogate", "finish"],
+)
+def test_nonsense_is_no_traceback(tmp_path: Path, reply: Callable[[], httpx.Response], message: str) -> None:
+    """Guards against replies that ended in DecodingError, RecursionError or UnicodeEncodeError."""
+    with pytest.raises(EndpointError, match=message):
+        ask(tmp_path, lambda request: reply())
+
+
+def test_a_timeout_bounds_the_whole_answer(tmp_path: Path) -> None:
+    """Guards against a server that sends a byte now and then, each within the limit, and never ends."""
+    whole = completion("late").content
+
+    async def drip() -> Any:
+        for n in range(len(whole)):
+            await asyncio.sleep(0.01)
+            yield whole[n : n + 1]
+
+    with pytest.raises(EndpointError, match=r"no answer within 0\.05 s"):
+        ask(tmp_path, lambda request: httpx.Response(200, content=drip()), timeout=0.05, tries=1)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_nothing_answered_is_an_error(tmp_path: Path, status: int) -> None:
+    """Guards the exit code: three prompts that all failed were "all prompts are answered: 0 tokens"."""
+    with pytest.raises(EndpointError, match=f"answered none of 3 prompts: HTTP {status}"):
+        ask(tmp_path, lambda request: httpx.Response(status), PROMPTS[:3])
+
+
+def test_some_failed_is_said(tmp_path: Path) -> None:
+    """Guards the summary: prompts that failed were asked, and not answered."""
+
+    def server(request: httpx.Request) -> httpx.Response:
+        first = json.loads(request.content)["messages"][0] == PROMPTS[0].messages[0]
+        return completion("fine") if first else httpx.Response(500)
+
+    lines = ask(tmp_path, server, PROMPTS[:3]).report(10**6)
+    assert any("all prompts are asked: 5 of" in line for line in lines)
+
+
+@pytest.mark.parametrize("count", [-1, 10, 10**9, True, "5", None])
+def test_counts_that_cannot_be_true_are_not_believed(tmp_path: Path, count: Any) -> None:
+    """Guards --tokens: one answer of 10**9 tokens ended the run, and one of -10**9 made it endless."""
+    reply = {"choices": [{"message": {"content": "abcd"}, "finish_reason": "stop"}]}
+    reply["usage"] = {"completion_tokens": count}  # type: ignore[assignment]
+    assert ask(tmp_path, lambda request: httpx.Response(200, json=reply), PROMPTS[:1]).tokens == 2
+
+
+def test_the_key_is_sent_bare_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the key: with a line feed it was printed in an error, outside ASCII it was a traceback, and some
+    servers repeat it when they refuse it."""
+    monkeypatch.setenv("KEY", " sk-secret\n")
+    assert endpoint(api_key_env="KEY").headers == {"Authorization": "Bearer sk-secret"}
+    for status in (401, 400, 500):
+        said = {"error": {"message": "x" * 190 + " no such key sk-secret"}}
+        with pytest.raises(EndpointError) as caught:
+            ask(tmp_path / str(status), lambda request: httpx.Response(status, json=said), api_key_env="KEY")  # noqa: B023
+        assert "sk-s" not in str(caught.value) and "sk-s" not in repr(caught.value.__context__)
+    for wrong in ("sk-sécret", "sk-\nsecret", "sk secret", "sk-\x7f"):
+        monkeypatch.setenv("KEY", wrong)
+        with pytest.raises(OptionError, match="which holds no key") as refused:
+            endpoint(api_key_env="KEY")
+        assert wrong not in str(refused.value)
+    monkeypatch.setenv("KEY", " \n")
+    with pytest.raises(OptionError, match="is not set"):
+        endpoint(api_key_env="KEY")
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from jetspec.draft.checkpoint import load_head
-from jetspec.errors import DataError
+from jetspec.errors import DataError, OptionError
 from jetspec.target.target import Target
 from jetspec.train import block as block_module
 from jetspec.train import loop as loop_module
 from jetspec.train.block import BlockMethod
 from jetspec.train.data import Corpus, batches_at
+from jetspec.train.features import shard_paths
 from jetspec.train.loop import LoopOptions, Report, train
 from jetspec.train.model import HeadModule, initialise
 from jetspec.train.weighting import LossOptions
-from tests.draft.tiny import random_head, tiny_answers, tiny_target
+from tests.draft.tiny import TAPS, random_head, tiny_answers, tiny_target
 
 OPTIONS = LoopOptions(steps=8, answers=4, anchors=4, part=3, checkpoint_minutes=0.0, validate_minutes=1e6)
 
@@ -159,6 +161,58 @@ def test_a_schedule_in_minutes_survives_a_restart(
     assert lengths[:2] == [0, 0]
     assert len(lengths) == 5 + 2  # steps 1..5, then 4 and 5 from the checkpoint of step 3
     assert len(set(lengths[2:])) == 1 and lengths[2] > 5
+
+
+def test_other_minutes_do_not_change_a_schedule_that_was_measured(
+    target: Target, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what manifest and card say: minutes given to a run that had begun were ignored silently, and
+    then stated beside the steps of the old ones. Steps do change it."""
+    monkeypatch.setattr(loop_module, "_PROBE_STEPS", 3)
+    options = replace(OPTIONS, steps=None, minutes=1e-9, checkpoint_minutes=1e6)
+    run(target, corpus, tmp_path, options)
+    for changes, said, steps, minutes in (
+        ({}, 0, 3, 1e-9),
+        ({"minutes": 5.0}, 1, 3, 1e-9),
+        ({"minutes": 5.0, "steps": 4}, 0, 4, 5.0),
+        ({"minutes": 7.0}, 1, 4, 5.0),
+    ):
+        lines: list[str] = []
+        method = BlockMethod(new_module(target), target, corpus.frequent_ids(60, 200), LossOptions())
+        train(method, corpus, tmp_path, replace(options, **changes), {}, say=lines.append)
+        assert len(lines) == said and all(f"schedule of {steps} steps, which stays" in line for line in lines)
+        manifest = load_head(tmp_path / "head").manifest
+        assert (manifest["steps"], manifest["options"]["minutes"]) == (steps, minutes)
+        assert f"| minutes | {minutes} |" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_a_clip_of_zero_is_no_limit(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    """Guards `clip = 0`, which made every gradient zero, so that nothing was learnt."""
+    off, wide = (
+        run(target, corpus, tmp_path / str(clip), replace(OPTIONS, steps=2, clip=clip)) for clip in (0.0, 1e9)
+    )
+    assert all(torch.equal(off.weight(name), wide.weight(name)) for name in off.names)
+
+
+@pytest.mark.parametrize("betas", [(9.0, 9.0), (0.9, 1.0), (-0.1, 0.9), (0.9, float("nan"))])
+def test_betas_are_checked(betas: tuple[float, float]) -> None:
+    """Guards against torch's ValueError after hours of answers."""
+    with pytest.raises(OptionError, match="betas must be two numbers from 0 to below 1"):
+        LoopOptions(betas=betas)
+
+
+def test_features_that_are_not_finite_are_named(target: Target, tmp_path: Path) -> None:
+    """Guards the advice: with NaN in the features a lower learning rate does not help."""
+    corpus = tiny_answers(target, tmp_path / "answers")
+    method = BlockMethod(new_module(target), target, corpus.frequent_ids(60, 200), LossOptions())
+    (path,) = shard_paths(tmp_path / "answers")
+    tensors = load_file(path)
+    tensors["hidden"][:] = float("nan")
+    save_file(tensors, path, {"taps": json.dumps(TAPS)})
+    broken = Corpus([tmp_path / "answers"], holdout=4)
+    broken._resident = {path: tensors}  # the map of the old file may be open still
+    with pytest.raises(DataError, match=r"features-00000\.safetensors holds hidden that are not finite"):
+        train(method, broken, tmp_path / "run", OPTIONS, {})
 
 
 def test_other_runs_are_refused(target: Target, corpus: Corpus, tmp_path: Path) -> None:

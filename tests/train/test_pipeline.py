@@ -21,6 +21,7 @@ from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
 from jetspec.train.loop import LoopOptions
 from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
+from jetspec.train.self_instruct import SelfCounts, SelfOptions
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
 
 COLD: Settings = replace(
@@ -66,6 +67,44 @@ def test_train_through_the_command_line(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_head(folder).weights.items())
 
 
+def test_more_tokens_leave_self_written_prompts_alone(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the folder of a run: a larger --tokens wrote more prompts, and from then on every command, the
+    first one too, was refused because its answers were made with others."""
+
+    def write(target: Any, path: Path, options: SelfOptions, *_: Any) -> SelfCounts:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f'{{"turns": ["quick fox number {n}"]}}\n' for n in range(options.count)))
+        return SelfCounts(options.count)
+
+    monkeypatch.setattr("jetspec.train.self_instruct.write_prompts", write)
+    given = command(model_folder, tmp_path, "--steps", "1")
+    place = given.index("--prompts")
+    given[place : place + 2] = []
+    for more, said in ((), False), (("--tokens", "300"), True), ((), False):
+        assert main([*given, *more]) == 0
+        assert ("the 32 prompts of" in capsys.readouterr().err) == said
+    prompts = tmp_path / "run" / "answers" / "prompts.jsonl"
+    assert len(prompts.read_text().splitlines()) == 32
+    prompts.unlink()
+    assert main(given) == 2
+    assert "give the --prompts that were answered" in capsys.readouterr().err and not prompts.exists()
+
+
+def test_limit_and_strict_reach_the_prompts(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards two options that the documentation offered to `train`, which did not have them."""
+    given = command(model_folder, tmp_path, "--steps", "1", "--limit", "7")
+    held = tmp_path / "eval.txt"
+    held.write_text("the quick brown fox jumps over 3 lazy dogs\n")
+    assert main([*given, "--exclude", str(held), "--strict"]) == 2
+    assert "1 prompts are eval prompts" in capsys.readouterr().err
+    assert main(given) == 0
+    assert "7 prompts of 7 records" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -106,6 +145,9 @@ def test_every_block_method_through_the_command_line(
         (("--threads", "99999999999"), "threads"),
         (("--steps", "0"), "steps must be a number of at least 1"),
         (("--minutes", "nan"), "minutes must be a number"),
+        (("--minutes", "0"), "minutes must be a number above 0, got 0"),
+        (("--limit", "0"), "--limit must be at least 1"),
+        (("--set", "training.betas=[9,9]"), "betas must be two numbers from 0 to below 1"),
         (("--rate", "-1"), "rate must be a number"),
         (("--decay", "inf"), "decay must be a number"),
         (("--answers-per-batch", "0"), "answers_per_batch must be"),

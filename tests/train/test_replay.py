@@ -121,6 +121,30 @@ def test_lines_survive_the_round_trip() -> None:
     assert not {"tokens", "raw", "count", "thinking"} & json.loads(plain.to_json()).keys()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        '"number": 1e999',
+        '"temperature": 1e999',
+        '"temperature": NaN',
+        '"seed": 1e999',
+        '"tokens": [1e999]',
+        '"answer": "\\ud800"',
+        '"id": "\\ud800"',
+        '"messages": [{"role": "user", "content": "\\ud800"}]',
+    ],
+)
+def test_values_that_cannot_be_kept_are_broken_lines(tmp_path: Path, changes: str) -> None:
+    """Guards against OverflowError and UnicodeEncodeError, which --skip-broken did not catch."""
+    path = tmp_path / "a.jsonl"
+    good = '{"messages": [{"role": "user", "content": "hi"}], "answer": "ho"}'
+    path.write_text(good + "\n" + good[:-1] + ", " + changes + "}\n")
+    with pytest.raises(DataError, match=r"a\.jsonl line 2: .*--skip-broken"):
+        read_answers(path)
+    found, broken = read_answers(path, skip_broken=True)
+    assert (len(found), broken) == (1, 1)
+
+
 def test_answers_of_other_tools_are_read(tmp_path: Path) -> None:
     """Guards conversations that end with an answer, which most tools write; and names lines that are not."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

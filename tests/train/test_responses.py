@@ -390,7 +390,7 @@ def test_the_report_fits_a_terminal(target: Target, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert all(
         word in "".join(lines)
-        for word in ("long", "refused", "failed", "empty", "early", "all prompts are answered")
+        for word in ("long", "refused", "failed", "empty", "early", "all prompts are asked")
     )
     done = run(target, tmp_path)
     assert done.report(10**6)[-2:] == [

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from jetspec.errors import DataError, OptionError, PromptError
+from jetspec.errors import DataError, OptionError, PromptError, StorageError
 from jetspec.sampling import Sampling
 from jetspec.target.loading import load_target
 from jetspec.target.target import Target
 from jetspec.target.tokenizer import Tokenizer
 from jetspec.train import self_instruct
 from jetspec.train.exclusion import Exclusion, words_of
+from jetspec.train.folder_lock import locked_file
 from jetspec.train.prompts import read_prompts
 from jetspec.train.self_instruct import OPENINGS, SelfCounts, SelfOptions, write_prompts
 from jetspec.train.turns import answer_end, user_frame
@@ -140,10 +141,48 @@ def test_other_files_are_left_alone(target: Target, tmp_path: Path) -> None:
         assert path.read_text() == content
 
 
+@pytest.mark.parametrize("content", ['{"turns": ["mine"]}', "text", "text\nmore"])
+def test_the_last_line_of_other_files_is_kept(target: Target, tmp_path: Path, content: str) -> None:
+    """Guards the user's own file without a line feed at its end: its last line was taken for one cut off."""
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match="other prompts"):
+        write_prompts(target, tmp_path / "a.jsonl", OPTIONS)
+    assert (tmp_path / "a.jsonl").read_text() == content
+
+
+def test_a_line_cut_inside_a_letter(target: Target, tmp_path: Path) -> None:
+    """Guards resuming behind a kill between two bytes of one letter, which was said to be other prompts."""
+    path = tmp_path / "a.jsonl"
+    write_prompts(target, path, replace(OPTIONS, count=3))
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:-6] + "é".encode()[:1])
+    assert write_prompts(target, path, replace(OPTIONS, count=3)).kept == 3
+    assert path.read_bytes() == whole
+
+
+def test_only_one_process_writes(target: Target, tmp_path: Path) -> None:
+    """Guards against two processes on one file, which wrote every prompt twice."""
+    path = tmp_path / "new" / "a.jsonl"
+    with locked_file(path), pytest.raises(StorageError, match=r"another process is writing to .*a\.jsonl"):
+        write_prompts(target, path, OPTIONS)
+    assert path.read_bytes() == b""
+    assert write_prompts(target, path, replace(OPTIONS, count=2)).kept == 2
+
+
+def test_prompts_are_counted_once(target: Target, tmp_path: Path) -> None:
+    """Guards the count of a file that two processes filled: half of it are repetitions."""
+    path = tmp_path / "a.jsonl"
+    write_prompts(target, path, replace(OPTIONS, count=3))
+    path.write_bytes(path.read_bytes() * 2)
+    assert write_prompts(target, path, replace(OPTIONS, count=5)).kept == 5
+    assert len(set(turns(path))) == 5
+
+
 def test_targets_without_template(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards base models: they have no user's turn to write."""
+    """Guards base models: they have no user's turn to write, and --raw does not give them one."""
     monkeypatch.setattr(Tokenizer, "has_template", False)
-    with pytest.raises(PromptError, match="no chat template"):
+    with pytest.raises(PromptError, match=r"no chat template.*: --prompts FILE --raw"):
         write_prompts(target, tmp_path / "a.jsonl", OPTIONS)
 
 

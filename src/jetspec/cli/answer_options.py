@@ -111,5 +111,6 @@ Concurrency = Annotated[
     int, typer.Option("--concurrency", metavar="N", help="Requests to the endpoint at once.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer of the endpoint.")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Longest wait for a whole answer of the endpoint."),
 ]

@@ -93,6 +93,8 @@ def make_answers(
     seed: int,
     *,
     exclude: Many[Path] = (),
+    strict: bool = False,
+    limit: int | None = None,
     raw: bool = False,
     taps: str | None = None,
     yes: bool = False,
@@ -103,7 +105,7 @@ def make_answers(
     settings = AnswerOptions(
         max_tokens=max_tokens, tokens=tokens, batch=batch, seed=seed, part=_part(part), raw=raw
     )
-    chosen = choose_prompts(prompts, seed, skip_broken, exclude, strict=False, limit=None)
+    chosen = choose_prompts(prompts, seed, skip_broken, exclude, strict, limit)
     answer_here(target, chosen, folder, settings, taps=taps, yes=yes)
 
 
@@ -123,13 +125,18 @@ def choose_prompts(
             "no prompts: give --prompts FILE (JSON lines with `turns` or `messages`, or text, one per line),"
             " or let the target write some with `jetspec prompts`"
         )
-    if limit is not None and limit < 1:
-        raise OptionError(f"--limit must be at least 1, got {limit}")
+    check_limit(limit)
     found = load_prompts(
         sources, seed=seed, skip_broken=skip_broken, exclude=exclude, strict=strict, limit=limit
     )
     say(*found.report())
     return found
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise OptionError for a --limit that leaves no prompts."""
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit must be at least 1, got {limit}")
 
 
 def answer_here(

@@ -61,11 +61,31 @@ def prompts(
     say(*done.report(), f"  {out}")
 
 
-def own_prompts(target: Target, path: Path, answers: AnswerOptions) -> Path:
-    """Let the target write as many prompts as the wanted answers need, for a training without a data set."""
+def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool) -> Path:
+    """Let the target write as many prompts as the wanted answers need, for a training without a data set.
+
+    begun: whether some are answered already. Then the file stays as it is, since answers know their prompts
+        by number, and more prompts would make the folder another one's.
+
+    Raises DataError if the prompts of a run that has begun are gone.
+    """
     from jetspec.train.self_instruct import SelfOptions
 
     count = max(32, 2 * answers.tokens // answers.max_tokens)  # an answer takes about half of its room
+    if begun:
+        try:
+            there = path.read_bytes().count(b"\n")
+        except OSError as error:
+            raise DataError(
+                f"the prompts {path} cannot be read ({error.strerror or error}), and their answers have "
+                "begun; give the --prompts that were answered, or another --out"
+            ) from None
+        if there < count:
+            say(
+                f"the {there} prompts of {path} stay, as their answers have begun; where they give fewer "
+                "tokens than wanted, start another run (--out)"
+            )
+        return path
     done = _write(target, path, SelfOptions(count, seed=answers.seed, batch=answers.batch))
     say(*done.report(), f"  {path}")
     return path

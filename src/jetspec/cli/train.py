@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetspec.cli import answer_options, options, train_options
-from jetspec.cli.answers import make_answers
+from jetspec.cli.answers import check_limit, make_answers
 from jetspec.cli.loading import use_threads
 from jetspec.cli.train_settings import (
     answers_given,
@@ -35,6 +35,8 @@ def train(
     prompts: answer_options.Prompts = None,
     answers: train_options.Answers = [],  # noqa: B006 (typer reads it)
     exclude: answer_options.Exclude = None,
+    strict: answer_options.Strict = False,
+    limit: answer_options.Limit = None,
     skip_broken: answer_options.SkipBroken = False,
     raw: answer_options.RawPrompts = False,
     yes: answer_options.Yes = False,
@@ -111,7 +113,8 @@ def train(
         settings = timed(settings, minutes, steps, seed, folder, answers_given(tokens, sets))
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
-        source = _Source(prompts, answers, exclude or [], skip_broken, raw, yes)
+        check_limit(limit)
+        source = _Source(prompts, answers, exclude or [], strict, limit, skip_broken, raw, yes)
         use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
         _run(settings, target, folder, source, processes, begin)
@@ -124,6 +127,8 @@ class _Source:
     prompts: list[str] | None
     answers: list[Path]
     exclude: list[Path]
+    strict: bool
+    limit: int | None
     skip_broken: bool
     raw: bool
     yes: bool
@@ -160,6 +165,8 @@ class _Source:
                 self.skip_broken,
                 settings.loop.seed,
                 exclude=self.exclude,
+                strict=self.strict,
+                limit=self.limit,
                 raw=self.raw,
                 taps=None if taps is None else ",".join(map(str, taps)),
                 yes=self.yes or processes.size > 1,
@@ -182,7 +189,7 @@ class _Source:
                 seed=settings.loop.seed,
                 raw=self.raw,
             )
-            own_prompts(target, path, options)
+            own_prompts(target, path, options, begun=_parts_of(folder) is not None)
         processes.wait()
         return path
 
@@ -234,6 +241,7 @@ def _run(
                 on_report=on_report,
                 processes=processes,
                 pause=asked,
+                say=(lambda line: None) if watch is None else watch.say,
             )
         except Paused as paused:
             if watch is not None:

@@ -30,6 +30,7 @@ from jetspec.train.features import (
 )
 from jetspec.train.folder_lock import locked
 from jetspec.train.log import write_whole
+from jetspec.train.shard_check import check_shard
 
 SHARD_SAMPLES = 64
 
@@ -45,7 +46,7 @@ class Progress:
     failed            prompts that an endpoint did not answer
     cut               conversations that ended early: a later turn would follow an answer that was cut off
                       or empty, or had grown too long
-    exhausted         whether all prompts are answered, with fewer tokens than wanted
+    exhausted         whether all prompts are answered, or asked in vain, with fewer tokens than wanted
     """
 
     answered: int = 0
@@ -74,7 +75,8 @@ class Progress:
         if self.cut:
             lines.append(f"  {self.cut} conversations end early: an answer cut, empty, or grown too long")
         if self.exhausted and wanted is not None:
-            lines.append(f"  all prompts are answered: {self.tokens} of the {wanted} tokens asked for")
+            done = "asked" if self.failed else "answered"
+            lines.append(f"  all prompts are {done}: {self.tokens} of the {wanted} tokens asked for")
             lines.append("  for more tokens give more prompts, or allow longer answers (--max-tokens)")
         return lines
 
@@ -116,8 +118,9 @@ class AnswerFolder:
         return list(self._lines.values())
 
     def samples(self) -> Iterator[Sample]:
-        """The samples in the shards of earlier runs."""
+        """The samples in the shards of earlier runs. Raises DataError if one is broken."""
         for path in shard_paths(self.folder):
+            check_shard(path)
             yield from read_shard(path)
 
     def mend(self, answer: Answer) -> None:

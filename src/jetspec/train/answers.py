@@ -7,6 +7,7 @@ computed from these lines again (`replay`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from jetspec.errors import DataError, StorageError
 from jetspec.target.tokenizer import Tokenizer
+from jetspec.train.text import check_whole
 from jetspec.train.turns import answer_end
 
 ANSWERS_FILE = "answers.jsonl"
@@ -97,14 +99,16 @@ def parse_answer(record: Any, line: int) -> Answer:
         numbers = int(record.get("number", line - 1)), int(record.get("seed", 0))
         temperature = float(record.get("temperature", 0.0))
         count = None if record.get("count") is None else int(record["count"])
-    except (TypeError, ValueError):
+        if not math.isfinite(temperature):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("`number`, `seed`, `temperature`, `count` and `tokens` must be numbers") from None
     finish, raw = str(record.get("finish", "stop")), bool(record.get("raw", False))
     thinking = record.get("thinking")
     if thinking is not None and not isinstance(thinking, bool):
         raise ValueError("`thinking` must be true or false")
     given = str(record.get("id", f"answer-{line}"))
-    return Answer(
+    answer = Answer(
         number=numbers[0],
         id=given,
         messages=messages,
@@ -117,6 +121,8 @@ def parse_answer(record: Any, line: int) -> Answer:
         count=count,
         thinking=thinking,
     )
+    check_whole(answer.to_json())  # every text in it: they are written again
+    return answer
 
 
 def _message(message: Any) -> dict[str, str]:

@@ -243,7 +243,11 @@ def mask_token(target: Target) -> int:
 
 
 def tap_scale(corpus: Corpus) -> float:
-    """Root mean square of the last tap over one answer, its first rows (attention sinks) left out."""
+    """Root mean square of the last tap over one answer, its first rows (attention sinks) left out.
+
+    Raises DataError if it is not finite: every weight that it scales would be NaN.
+    """
+    corpus.check_finite(corpus.training[:1])
     taps = corpus.taps_of(corpus.training[0])
     width = taps.shape[1] // len(corpus.taps)
     rows = taps[4:] if taps.shape[0] > 5 else taps  # the last row is empty

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetspec.errors import DataError
 from jetspec.train.features import shard_columns, shard_paths, shard_taps
+from jetspec.train.shard_check import check_shard
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Corpus:
     shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
     with, though more have been written since.
 
-    Raises DataError if there are no answers, if shards hold different taps, or if a shard is damaged or gone.
+    Raises DataError if there are no answers, or none but held-out ones, if shards hold different taps, or if
+    a shard is damaged or gone.
     """
 
     def __init__(self, folders: Many[Path], holdout: int = 40, shards: Many[int] | None = None) -> None:
@@ -66,12 +68,43 @@ class Corpus:
             raise DataError(
                 "the answer folders hold different taps; train from folders made with the same ones"
             )
+        self._shapes = {path: check_shard(path) for path in paths}
+        for path, shape in self._shapes.items():
+            if shape.width != self._shapes[paths[0]].width:
+                raise DataError(
+                    f"{path} holds states of width {shape.width}, but {paths[0]} of width "
+                    f"{self._shapes[paths[0]].width}; train from answers of one target"
+                )
         entries = [entry for path in paths for entry in _index(path)]
         usable = [entry for entry in entries if entry.length - entry.prompt_len >= 2]
         self.training = [entry for n, entry in enumerate(usable) if n % holdout]
         self.held_out = [entry for n, entry in enumerate(usable) if n % holdout == 0]
-        if not self.training:
+        if not usable:
             raise DataError("all answers are shorter than 2 tokens, nothing can be learnt from them")
+        if not self.training:
+            raise DataError(
+                "there is a single answer of 2 tokens or more, which is held out for validation; answer more "
+                "prompts"
+            )
+
+    def check_ids(self, vocab: int) -> None:
+        """Raise DataError naming a shard with a token id that a target of `vocab` ids does not have."""
+        for path, shape in self._shapes.items():
+            if shape.largest_id >= vocab:
+                raise DataError(
+                    f"{path} holds the token id {shape.largest_id}, but the target has {vocab} ids; it is of "
+                    "another target, or damaged: delete it and run again"
+                )
+
+    def check_finite(self, entries: Many[Entry]) -> None:
+        """Raise DataError naming the first shard in which features of these answers are not finite."""
+        for entry in entries:
+            for name in _FEATURES:
+                if not bool(torch.isfinite(self._features(entry, name)).all()):
+                    raise DataError(
+                        f"{entry.path} holds {name} that are not finite, in its rows {entry.start} to "
+                        f"{entry.start + entry.length - 1}; delete it and make its answers again"
+                    )
 
     def with_taps(self, taps: Many[int]) -> Corpus:
         """The same answers, of whose recorded taps only `taps` are handed out, in the given order.

@@ -21,6 +21,14 @@ from jetspec.config import check_least
 from jetspec.errors import EndpointError, OptionError
 from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer
+from jetspec.train.completions import (
+    Refused,
+    Unusable,
+    parse_reply,
+    request_body,
+    stated_reason,
+    wanted_pause,
+)
 from jetspec.train.conversation import Turn, follow, next_turns, prompts_hash
 from jetspec.train.prompts import Prompt
 from jetspec.train.responses import AnswerOptions
@@ -42,7 +50,7 @@ class Endpoint:
     model        the model's name there
     api_key_env  the environment variable that holds the key
     concurrency  requests at once
-    timeout      seconds to wait for one answer
+    timeout      seconds for one whole answer
     tries        per turn
     pause        seconds before the second try; doubled for each further one, up to half a minute
     """
@@ -60,8 +68,15 @@ class Endpoint:
         check_least(0, timeout=self.timeout, pause=self.pause)
         if not self.url.startswith(("http://", "https://")):
             raise OptionError(f"--endpoint is {self.url!r}; give a URL such as http://localhost:8000/v1")
-        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+        if self.api_key_env is None:
+            return
+        if not self._key:
             raise OptionError(f"--api-key-env names {self.api_key_env}, which is not set; export it first")
+        if not all("!" <= letter <= "~" for letter in self._key):  # the key itself is never shown
+            raise OptionError(
+                f"--api-key-env names {self.api_key_env}, which holds no key: blanks, control characters and "
+                "letters outside ASCII cannot be sent; export it again"
+            )
 
     def address(self, raw: bool) -> str:
         """The full URL of the requests."""
@@ -73,8 +88,16 @@ class Endpoint:
     @property
     def headers(self) -> dict[str, str]:
         """With the key, if there is one."""
-        key = os.environ.get(self.api_key_env) if self.api_key_env else None
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+    @property
+    def _key(self) -> str:
+        """The key without blanks around it, such as the line feed of a file; "" if there is none."""
+        return os.environ.get(self.api_key_env, "").strip() if self.api_key_env else ""
+
+    def hide_key(self, text: str) -> str:
+        """The text without the key, which some servers repeat when they refuse it."""
+        return text.replace(self._key, "***") if self._key else text
 
 
 def ask_endpoint(
@@ -92,7 +115,7 @@ def ask_endpoint(
         options: `batch`, `max_prompt` and `features` have no effect here.
         transport: stands in for the network in tests.
     Raises:
-        EndpointError: the endpoint cannot be reached, or refuses everything; answers so far are kept.
+        EndpointError: the endpoint cannot be reached, or answers nothing; answers so far are kept.
         DataError: the folder holds answers made with other prompts or options.
         StorageError: the disk is full, or another process writes there.
     """
@@ -105,10 +128,6 @@ def ask_endpoint(
         run = _Run(endpoint, prompts, store, options, on_progress)
         asyncio.run(run.all(transport))
         return run.progress
-
-
-class _Refused(Exception):
-    """The endpoint will never answer this turn."""
 
 
 class _Failed(Exception):
@@ -128,6 +147,7 @@ class _Run:
         self.on_progress = on_progress
         self.progress = Progress()
         self._in_a_row = 0  # turns that failed since the last answer
+        self._problem = ""  # why the last turn that has no answer has none
         done = {answer.number: answer for answer in store.answers}
         for answer in done.values():
             self._count(answer)
@@ -140,7 +160,7 @@ class _Run:
         limits = httpx.Limits(max_connections=self.endpoint.concurrency)
         async with httpx.AsyncClient(
             headers=self.endpoint.headers,
-            timeout=httpx.Timeout(self.endpoint.timeout, connect=min(10.0, self.endpoint.timeout)),
+            timeout=httpx.Timeout(self.endpoint.timeout, connect=min(10.0, self.endpoint.timeout / 2)),
             limits=limits,
             transport=transport,
         ) as client:
@@ -151,6 +171,8 @@ class _Run:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
+        if self._problem and not self.progress.answered:
+            raise self._end(f"answered none of {self.progress.skipped} prompts: {self._problem}")
         self.progress.exhausted = self.progress.tokens < self.options.tokens
 
     async def _work(self, client: httpx.AsyncClient) -> None:
@@ -164,12 +186,14 @@ class _Run:
         """Answer one turn; returns the one that follows it."""
         try:
             answer = await self._ask(client, turn)
-        except _Refused as refusal:
+        except Refused as refusal:
+            self._problem = str(refusal)
             self.progress.refused += 1
             if not self.progress.answered and self.progress.refused >= _HOPELESS:
                 raise self._end(f"refuses every prompt: {refusal}") from None
             return None
         except _Failed as failure:
+            self._problem = str(failure)
             self.progress.failed += 1
             self._in_a_row += 1
             if self._in_a_row >= _HOPELESS:
@@ -184,7 +208,7 @@ class _Run:
         """The answer to a turn. What may be temporary is tried again."""
         options, prompt = self.options, self.prompts[turn.prompt]
         temperature, seed = options.temperature_of(turn.prompt), options.seed + turn.number
-        body = _body(self.endpoint.model, turn, options, temperature, seed)
+        body = request_body(self.endpoint.model, turn, options, temperature, seed)
         text, finish, count = await self._post(client, body, random.Random(seed))
         return Answer(
             number=turn.number,
@@ -204,7 +228,7 @@ class _Run:
     ) -> tuple[str, str, int]:
         """Text, finish and number of tokens of one answer.
 
-        Raises _Refused, _Failed, or EndpointError if there is nobody to ask any more.
+        Raises Refused, _Failed, or EndpointError if there is nobody to ask any more.
         """
         httpx, endpoint = _httpx(), self.endpoint
         problem, gone, asked = "", False, 0.0
@@ -214,96 +238,54 @@ class _Run:
                 await asyncio.sleep(min(max(pause, asked), _MAX_PAUSE))
             asked = 0.0
             try:
-                response = await client.post(endpoint.address(self.options.raw), json=body)
+                # Bounds the whole answer; the client's own limit is between two pieces of it.
+                asked_for = client.post(endpoint.address(self.options.raw), json=body)
+                response = await asyncio.wait_for(asked_for, endpoint.timeout)
             except httpx.InvalidURL as error:
                 raise OptionError(f"--endpoint is {endpoint.url!r}: {error}") from None
-            except (httpx.ReadTimeout, httpx.WriteTimeout):
+            except (httpx.ReadTimeout, httpx.WriteTimeout, TimeoutError):
                 problem, gone = f"no answer within {endpoint.timeout:g} s", False
                 continue
             except httpx.TransportError as error:
                 problem, gone = str(error) or type(error).__name__, True
                 continue
+            except httpx.RequestError as error:  # such as a body that is not compressed as it says
+                problem, gone = str(error) or type(error).__name__, False
+                continue
             if response.status_code in _TEMPORARY:
-                problem, gone = f"HTTP {response.status_code}{_reason(response)}", False
-                asked = _retry_after(response)
+                problem, gone = f"HTTP {response.status_code}{self._reason(response)}", False
+                asked = wanted_pause(response)
                 continue
             if response.status_code in _FATAL:
-                raise self._end(f"refuses with HTTP {response.status_code}{_reason(response)}")
+                raise self._end(f"refuses with HTTP {response.status_code}{self._reason(response)}")
             if response.status_code != 200:
-                raise _Refused(f"HTTP {response.status_code}{_reason(response)}")
+                raise Refused(f"HTTP {response.status_code}{self._reason(response)}")
             try:
-                return self._parse(response.json())
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                problem, gone = f"an answer that is no completion ({error!r})", False
+                return parse_reply(response, self.options)
+            except Unusable as reason:
+                raise self._end(str(reason)) from None
+            except ValueError as error:
+                problem, gone = f"an answer that is no completion ({error})", False
         if gone:
             raise self._end(f"is gone, {endpoint.tries} tries failed: {problem}")
         raise _Failed(problem)
 
-    def _parse(self, reply: dict[str, Any]) -> tuple[str, str, int]:
-        choice = reply["choices"][0]
-        if self.options.raw:
-            text = choice["text"]
-        else:
-            text = choice["message"].get("content") or ""
-            if choice["message"].get("reasoning_content") or choice["message"].get("reasoning"):
-                raise self._end(
-                    "splits the reasoning off its answers; start it without its reasoning parser,"
-                    " the features need the whole answer"
-                )
-        finish = choice.get("finish_reason")
-        if finish not in ("stop", "length"):
-            raise _Refused(f"it finished with {finish!r}")
-        if not isinstance(text, str):
-            raise ValueError("the text is missing")
-        usage = reply.get("usage") or {}
-        count = usage.get("completion_tokens")
-        return text, finish, count if isinstance(count, int) else len(text.encode()) // 4 + 1
+    def _reason(self, response: httpx.Response) -> str:
+        """What the endpoint says about an error, not too long."""
+        text = self.endpoint.hide_key(stated_reason(response))  # before it is cut: half a key is too much
+        return f": {text[:200]}" if text else ""
 
     def _end(self, reason: str) -> EndpointError:
         """The error that ends the run."""
         return EndpointError(
-            f"the endpoint {self.endpoint.url} {reason}; the {self.progress.answered} answers so far are"
-            f" kept in {self.store.folder}, run again to go on"
+            f"the endpoint {self.endpoint.url} {self.endpoint.hide_key(reason)}; the"
+            f" {self.progress.answered} answers so far are kept in {self.store.folder}, run again to go on"
         )
 
     def _count(self, answer: Answer) -> None:
         self.progress.answered += 1
         self.progress.tokens += answer.count or 0
         self.progress.empty += not answer.text.strip()
-
-
-def _body(model: str, turn: Turn, options: AnswerOptions, temperature: float, seed: int) -> dict[str, Any]:
-    asked: dict[str, Any] = {
-        "model": model,
-        "max_tokens": options.max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-    }
-    if options.raw:
-        return {**asked, "prompt": turn.messages[-1]["content"]}
-    if options.thinking is not None:  # as vLLM and SGLang spell it
-        asked["chat_template_kwargs"] = {"enable_thinking": options.thinking}
-    return {**asked, "messages": list(turn.messages)}
-
-
-def _reason(response: httpx.Response) -> str:
-    """What the endpoint says about an error, on one line and not too long."""
-    try:
-        body = response.json()
-        error = body.get("error", body)
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        text = response.text
-    text = " ".join(text.split())
-    return f": {text[:200]}" if text else ""
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the endpoint asks to wait; 0 if it does not."""
-    try:
-        return max(0.0, float(response.headers.get("Retry-After", "0")))
-    except ValueError:  # a date
-        return 0.0
 
 
 def _httpx() -> Any:

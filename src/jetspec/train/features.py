@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,7 +137,7 @@ def shard_prompts(path: Path) -> list[int]:
 
 def shard_columns(path: Path, *names: str) -> list[Tensor]:
     """Some tensors of a shard. Raises DataError if it lacks one."""
-    with _open(path) as file:
+    with open_shard(path) as file:
         try:
             return [file.get_tensor(name) for name in names]
         except SafetensorError as error:
@@ -148,7 +149,7 @@ def read_shard(path: Path) -> Iterator[Sample]:
 
     Raises DataError if the file is truncated or not a shard.
     """
-    with _open(path) as file:
+    with open_shard(path) as file:
         try:
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             start = 0
@@ -170,15 +171,23 @@ def read_shard(path: Path) -> Iterator[Sample]:
 
 
 def shard_taps(path: Path) -> tuple[int, ...]:
-    """The target layers whose outputs a shard holds."""
-    with _open(path) as file:
-        try:
-            return tuple(json.loads((file.metadata() or {}).get("taps", "[]")))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{path} is not a feature shard ({error}); delete it and run again") from None
+    """The target layers whose outputs a shard holds. Raises DataError."""
+    with open_shard(path) as file:
+        stated = (file.metadata() or {}).get("taps", "[]")
+    try:
+        taps = json.loads(stated)
+    except (ValueError, RecursionError):
+        taps = None
+    if not isinstance(taps, list) or any(type(layer) is not int or layer < 0 for layer in taps):
+        raise DataError(
+            f"{path} is not a feature shard (its taps are {stated[:40]!r}, not a list of layers); delete "
+            "it and run again"
+        )
+    return tuple(taps)
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def]
+def open_shard(path: Path) -> Any:
+    """The file of a shard, for `with`. Raises DataError if it cannot be read."""
     try:
         return safe_open(path, framework="pt")
     except Exception as error:

@@ -10,67 +10,29 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jetspec.config import check_least, check_train_seed
 from jetspec.errors import DataError, OptionError
 from jetspec.train.card import write_card
 from jetspec.train.checkpoint import load_checkpoint, save_batch, save_checkpoint
 from jetspec.train.corpus import Corpus
 from jetspec.train.curves import draw_curves
-from jetspec.train.data import batches_at
+from jetspec.train.data import Batch, batches_at
 from jetspec.train.distributed import ALONE, Processes, make_learner, whole_tensor
 from jetspec.train.folder_lock import locked
 from jetspec.train.log import append_log, read_log, trim_log
+from jetspec.train.loop_options import LoopOptions
 from jetspec.train.method import StepSums, TrainingMethod
-from jetspec.train.optim import OPTIMIZERS, make_optimizer
+from jetspec.train.optim import make_optimizer
 from jetspec.train.validate import SETTINGS, Validation
 
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """How long and how fast to train.
-
-    steps        length of the schedule; None derives it from `epochs`, or else from `minutes` once the speed
-                 of a step is known
-    epochs       how often every answer is used
-    answers, anchors   a batch is `answers` answers with `anchors` blocks in each
-    part         answers that are worked on at once; a batch is split into such parts and gradients add up
-    learning_rate, final_share   peak, and the share of it that the cosine ends at
-    optimizer    "adamw", or "muon" for matrices with AdamW for the rest
-    warmup_share, clip   share of the steps in which the rate rises from 0; largest norm of the gradient
-    """
-
-    steps: int | None = None
-    epochs: float | None = None
-    minutes: float = 30.0
-    answers: int = 8
-    anchors: int = 32
-    learning_rate: float = 1e-3
-    final_share: float = 0.02
-    warmup_share: float = 0.03
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    optimizer: str = "adamw"
-    part: int = 2
-    seed: int = 0
-    validate_minutes: float = 10.0
-    validate_answers: int = 40
-    checkpoint_minutes: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_least(1, steps=self.steps, answers_per_batch=self.answers, anchors=self.anchors, part=self.part)
-        check_least(0, epochs=self.epochs, minutes=self.minutes, rate=self.learning_rate, clip=self.clip)
-        check_least(0, warmup_share=self.warmup_share, final_share=self.final_share)
-        if self.optimizer not in OPTIMIZERS:
-            raise OptionError(f"optimizer {self.optimizer!r} is unknown; valid: {', '.join(OPTIMIZERS)}")
-        check_train_seed(self.seed)
+__all__ = ["LoopOptions", "Paused", "Report", "train"]
 
 
 @dataclass
@@ -108,6 +70,7 @@ def train(
     autocast: torch.dtype | None = None,
     pause: Callable[[], bool] | None = None,
     source: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Train to the end of the schedule and save the head to `folder/head`; returns that folder.
 
@@ -119,14 +82,16 @@ def train(
         pause: asked before every step whether to stop here for now.
         source: hash of the head whose weights `method` begins with, if it was trained before: what it reaches
             is logged before the first step, and a run that began from another one does not go on.
+        say: called with what somebody should know who gave other options than apply.
 
-    Raises DataError on a loss that is not finite (the step and the file with its batch are named, and the
-    last checkpoint stays), StorageError if another process trains into `folder`, and Paused.
+    Raises DataError on a loss that is not finite (the step and the file with its batch are named, or the
+    shard if its features are to blame, and the last checkpoint stays), StorageError if another process trains
+    into `folder`, and Paused.
     """
     run = _Run(
         method, corpus, folder, options, manifest, on_report, torch.device(device), processes, autocast
     )
-    run.source = source
+    run.source, run.say = source, say
     with locked(folder) if processes.first else nullcontext():
         run.resume()
         if source is not None:
@@ -162,6 +127,7 @@ class _Run:
         self.step, self.steps, self.seconds = 0, self._length(), 0.0
         self.validated = self.saved = 0.0
         self.source: str | None = None
+        self.say: Callable[[str], None] = lambda line: None
 
     @property
     def _log_path(self) -> Path:
@@ -214,8 +180,24 @@ class _Run:
                 "use another folder or delete it"
             )
         self.step, self.seconds = state["step"], state["seconds"]
-        self.steps = state["steps"] if self._length() is None else self._length()
+        self.steps = self._length()
+        if self.steps is None and state["steps"] is not None:
+            self._keep_schedule(state["steps"], state["options"])
         self.validated = self.saved = self.seconds
+
+    def _keep_schedule(self, steps: int, before: dict[str, Any]) -> None:
+        """Go on with the length that the run has, which a wish for other minutes does not change, and with
+        the options that it came from, so that manifest and card tell what was done.
+        """
+        self.steps = steps
+        length = {key: before[key] for key in ("steps", "epochs", "minutes") if key in before}
+        kept = replace(self.options, **length)
+        if kept != self.options and self.processes.first:
+            self.say(
+                f"the run in {self.folder} has begun with a schedule of {steps} steps, which stays "
+                "(--minutes does not change it); give --steps for another length"
+            )
+        self.options = kept
 
     def begin(self) -> None:
         """Report what a head that was trained before reaches on this run's held-out answers."""
@@ -278,27 +260,16 @@ class _Run:
 
     def _learn(self) -> StepSums:
         """One optimiser step. The batch is worked off in parts, whose gradients add up."""
-        options, processes = self.options, self.processes
-        batches = [
-            batch.to(self.device)
-            for batch in batches_at(
-                self.corpus,
-                self.step,
-                seed=options.seed,
-                answers=options.answers,
-                anchors=options.anchors,
-                weights=self.method.weights,
-                part=options.part,
-                share=(processes.rank, processes.size),
-                reveal=getattr(self.method, "reveal", 0.0),  # block heads only
-            )
-        ]
+        processes = self.processes
+        share = (processes.rank, processes.size)
+        batches = [batch.to(self.device) for batch in self._batches(share)]
         self.optimizer.zero_grad(set_to_none=True)
         sums = self.learner.learn(batches)
-        norm = float(
-            whole_tensor(torch.nn.utils.clip_grad_norm_(self.method.module.parameters(), options.clip))
-        )
+        limit = self.options.clip or math.inf
+        norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(self.method.module.parameters(), limit)))
         if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+            for batch in self._batches():  # all of it in every process, so that all say the same
+                self.corpus.check_finite(batch.entries)
             found = {"loss": sums.loss, "gradient": norm}
             kept = save_batch(self.folder, self.step, batches, found, processes.rank)
             raise DataError(
@@ -307,6 +278,20 @@ class _Run:
             )
         self.optimizer.step()
         return sums
+
+    def _batches(self, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """The parts of this step's batch, or of a process's share of it."""
+        return batches_at(
+            self.corpus,
+            self.step,
+            seed=self.options.seed,
+            answers=self.options.answers,
+            anchors=self.options.anchors,
+            weights=self.method.weights,
+            part=self.options.part,
+            share=share,
+            reveal=getattr(self.method, "reveal", 0.0),  # block heads only
+        )
 
     def validation(self) -> Validation | None:
         """tau on held-out answers that were made greedily, an empty one if there are none; None in all

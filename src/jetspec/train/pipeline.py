@@ -38,12 +38,13 @@ def train_head(
     processes: Processes = ALONE,
     pause: Callable[[], bool] | None = None,
     resident: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Train a head for `target` on folders of its answers; returns the head's folder, `folder/head`.
 
     Args:
         source: a head whose weights training begins with; the settings have its method and shape.
-        processes, pause: see `train`.
+        processes, pause, say: see `train`.
         resident: keep all features on the target's device, which must have room for them.
 
     Raises DataError if the answers are unusable, OptionError for what the target cannot have.
@@ -62,6 +63,7 @@ def train_head(
     state = read_state(folder) or {}
     check_start(folder, state, source)
     corpus = Corpus(folders_of_run(folder, state, answers), shards=state.get("shards"))
+    corpus.check_ids(target.config.vocab_size)
     taps = family.taps(target, settings.head)
     if taps is not None:
         corpus = corpus.with_taps(taps)
@@ -92,6 +94,7 @@ def train_head(
             autocast=mixed,
             pause=pause,
             source=None if source is None else source.sha256,
+            say=say,
         )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jetspec.train.text import check_whole
+
 LAYOUTS = "`turns`, `messages`, `conversations`, `instruction` (with `input`), `input`, `prompt`, `question`"
 
 # Switches of the model that a data set was made with; to any other target they are noise.
@@ -93,7 +95,7 @@ def _role_and_content(message: Any) -> tuple[str, Any]:
 
 def _system_prompt(record: Mapping[str, Any]) -> str:
     text = record.get("system_prompt")
-    return text if isinstance(text, str) and text.strip().lower() not in _SWITCHES else ""
+    return check_whole(text) if isinstance(text, str) and text.strip().lower() not in _SWITCHES else ""
 
 
 def _list(value: Any, key: str) -> list[Any]:
@@ -105,9 +107,7 @@ def _list(value: Any, key: str) -> list[Any]:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} must be a text, got {type(value).__name__}")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError("the text holds half of a surrogate pair")
-    return value
+    return check_whole(value)
 
 
 def _is_empty(text: str) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from jetspec.config import check_least
 from jetspec.errors import OptionError
 from jetspec.train.families import METHODS, find_family
-from jetspec.train.loop import LoopOptions
+from jetspec.train.loop_options import LoopOptions
 from jetspec.train.weighting import LossOptions
 
 T = TypeVar("T")

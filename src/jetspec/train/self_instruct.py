@@ -21,8 +21,8 @@ from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
 from jetspec.train.exclusion import Exclusion, words_of
-from jetspec.train.log import write_whole
-from jetspec.train.turns import check_template, user_frame
+from jetspec.train.folder_lock import locked_file
+from jetspec.train.turns import user_frame
 
 # fmt: off
 OPENINGS = (
@@ -119,12 +119,29 @@ def write_prompts(
         PromptError: the target has no chat template.
         OptionError: topics were given, and the template knows no system message.
         DataError: the file holds other prompts, or too few turns of the target are usable.
-        StorageError: the file cannot be written; prompts written before are kept.
+        StorageError: the file cannot be written, prompts written before are kept; or another process writes
+            there.
     """
-    check_template(target, raw=False)
+    if not target.tokenizer.has_template:
+        raise PromptError(
+            f"{target.name} has no chat template, so it cannot write what its users ask;"
+            " give prompts of your own instead: --prompts FILE --raw (base models)"
+        )
+    with locked_file(path):
+        return _write(target, path, options, exclusion, on_progress)
+
+
+def _write(
+    target: Target,
+    path: Path,
+    options: SelfOptions,
+    exclusion: Exclusion | None,
+    on_progress: Callable[[SelfCounts], None],
+) -> SelfCounts:
     mark = _fingerprint(target, options)
     texts, attempt = _resume(path, mark)
-    counts, seen = SelfCounts(kept=len(texts)), {words_of(text) for text in texts}
+    seen = {words_of(text) for text in texts}
+    counts = SelfCounts(kept=len(seen))  # a file of an older version may hold some twice
     on_progress(counts)
     if counts.kept >= options.count:
         return counts
@@ -236,28 +253,37 @@ def _fingerprint(target: Target, options: SelfOptions) -> str:
 
 
 def _resume(path: Path, mark: str) -> tuple[list[str], int]:
-    """The prompts that are there, and the number of the first turn after them."""
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{path.parent} cannot be made ({error.strerror})") from None
-        return [], 0
+    """The prompts that are there, and the number of the first turn after them. A last line that a kill or a
+    full disk cut off is removed, if it is one of these prompts.
+    """
     try:
-        lines = path.read_text("utf-8").split("\n")
-        if lines[-1]:  # cut off by a kill
-            write_whole(path, "".join(line + "\n" for line in lines[:-1]))
-        records = [json.loads(line) for line in lines[:-1]]
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror or error})") from None
+    whole = content.rfind(b"\n") + 1
+    cut, begin = content[whole:], f'{{"id": "{mark}-'.encode()
+    try:
+        records = [json.loads(line) for line in content[:whole].decode("utf-8").split("\n")[:-1]]
         ids = [record["id"].rpartition("-") for record in records]
         texts = [str(record["turns"][0]) for record in records]
         attempts = [int(number) for _, _, number in ids]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         ids, texts, attempts = [("", "", "")], [], []
-    if any(begin != mark for begin, _, _ in ids):
+    if any(found != mark for found, _, _ in ids) or cut[: len(begin)] != begin[: len(cut)]:
         raise DataError(
             f"{path} holds other prompts than these options write; give another file or delete it"
         )
+    if cut:
+        _truncate(path, whole)
     return texts, max(attempts, default=-1) + 1
+
+
+def _truncate(path: Path, size: int) -> None:
+    try:
+        with path.open("r+b") as file:
+            file.truncate(size)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be mended ({error.strerror or error})") from None
 
 
 def _append(path: Path, line: str) -> None:
