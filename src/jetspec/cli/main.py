@@ -31,14 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    kept = ""
     try:
         _prepare_streams()
         code = _run(argv)
         sys.stdout.flush()  # here, where a full disk can still be reported
     except UserError as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as stop:
+        code, kept = INTERRUPTED, str(stop)
     except BrokenPipeError:
         _discard_output()
         return PIPE_CLOSED
@@ -55,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
         _discard_output()
         line_break = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
         with contextlib.suppress(OSError):
-            print(f"{line_break}jetspec: interrupted", file=sys.stderr)
+            print(f"{line_break}jetspec: interrupted{kept and f'; {kept}'}", file=sys.stderr)
     return code
 
 
@@ -72,7 +73,9 @@ def _run(argv: Sequence[str]) -> int:
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
         code = app(args=arguments(argv), prog_name="jetspec", standalone_mode=False)
-    except typer.Abort:
+    except typer.Abort as stop:
+        if isinstance(stop.__cause__, KeyboardInterrupt):  # with what the verb says of it
+            raise stop.__cause__ from None
         return INTERRUPTED
     except usage_error as error:
         raise OptionError(f"{error.format_message()} (see jetspec --help)") from error  # type: ignore[attr-defined]
