@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jetspec.cli.interrupt import Interrupted
 from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
@@ -238,7 +239,7 @@ def measure(
     try:
         _watch(screen, made, missing, len(items) - len(missing), hidden=json)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what is done is kept in {made.journal.path}") from None
+        raise Interrupted(f"what is done is kept in {made.journal.path}") from None
     wanted = {item.place for item in items}
     run = next((run for run in runs_of(made.journal.read()) if run.key == made.key), None)
     if run is None:

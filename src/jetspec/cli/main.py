@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO, cast
 
+from jetspec.cli.interrupt import Interrupted
 from jetspec.errors import OptionError, UserError
 
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
@@ -38,8 +39,10 @@ def _main(argv: Sequence[str]) -> int:
         sys.stdout.flush()  # here, where a full disk can still be reported
     except UserError as error:
         return _fail(str(error))
-    except KeyboardInterrupt as stop:
-        code, kept = INTERRUPTED, str(stop)
+    except Interrupted as stop:
+        code, kept = INTERRUPTED, f"; {stop}"
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BrokenPipeError:
         _discard_output()
         return PIPE_CLOSED
@@ -56,7 +59,7 @@ def _main(argv: Sequence[str]) -> int:
         _discard_output()
         line_break = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
         with contextlib.suppress(OSError):
-            print(f"{line_break}jetspec: interrupted{kept and f'; {kept}'}", file=sys.stderr)
+            print(f"{line_break}jetspec: interrupted{kept}", file=sys.stderr)
     return code
 
 
@@ -73,9 +76,7 @@ def _run(argv: Sequence[str]) -> int:
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
         code = app(args=arguments(argv), prog_name="jetspec", standalone_mode=False)
-    except typer.Abort as stop:
-        if isinstance(stop.__cause__, KeyboardInterrupt):  # with what the verb says of it
-            raise stop.__cause__ from None
+    except typer.Abort:
         return INTERRUPTED
     except usage_error as error:
         raise OptionError(f"{error.format_message()} (see jetspec --help)") from error  # type: ignore[attr-defined]
