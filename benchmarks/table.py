@@ -9,15 +9,17 @@ are shown, whatever came out.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
 import common
 from common import PROJECT, RESULTS, Journal
 
+from jetspec.bench.methods import PLAIN
 from jetspec.bench.runs import Run, runs_of
 from jetspec.bench.summary import POOLED, Row, summarise
-from jetspec.bench.table import LEGEND, findings, main_grid
+from jetspec.bench.table import findings, legend, main_grid, totals
 from jetspec.errors import DataError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -64,14 +66,11 @@ def table(results: Path) -> str:
     run, compared = _chosen(found, several=False), _by_temperature(found)
     forwards = [r for r in Journal(results / "forward.jsonl").read() if r["kind"] == "forward"]
     checks = _checks(Journal(results / "lossless.jsonl").read())
-    measured = [shown.facts for shown in (run, *compared) if shown is not None]
-    sources = [*measured, *(r["run"] for r in forwards[-1:]), *(checks or ())[:1]]
     parts = [
         *([_speedups(run)] if run is not None else []),
         *([COMPARISON, *map(_compared, compared)] if compared else []),
         *([_forward(forwards[-1])] if forwards else []),
         *([_lossless(*checks)] if checks else []),
-        *_sources(sources),
     ]
     return "\n\n".join(parts) or NOTHING
 
@@ -121,15 +120,23 @@ def _speedups(run: Run) -> str:
             parts.append(f"T = {temperature:g}, batch {batch}:")
         parts.append(grid.markdown())
     drafting = [row for row in rows if row.budget]
-    width = max(
-        max(row.speedup.high - row.speedup.value, row.speedup.value - row.speedup.low) for row in drafting
+    widths = [
+        max(row.speedup.high - row.speedup.value, row.speedup.value - row.speedup.low)
+        for row in drafting
+        if row.speedup.known
+    ]
+    reach = (
+        f" 95 % intervals of the speedups (bootstrap over prompts) reach at most {max(widths):.2f} from the"
+        " value."
+        if widths
+        else ""
     )
     where = "" if len(cases) > 1 else f" T = {cases[0][0]:g}, batch {cases[0][1]}."
     parts.append(
-        f"{LEGEND} Number of prompts in brackets.{where} Up to {arguments['tokens']} new tokens,"
-        f" {arguments['dtype']}. The clock runs from {arguments['clock']}. 95 % intervals of the speedups"
-        f" (bootstrap over prompts) reach at most {width:.2f} from the value. {_identity(drafting)}"
+        f"{legend(rows)} Number of prompts in brackets.{where} Up to {arguments['tokens']} new tokens,"
+        f" {arguments['dtype']}. The clock runs from {arguments['clock']}.{reach} {_identity(drafting)}"
     )
+    parts.append(" ".join([f"Measured on {_source(run.facts)}.", *_rounds(rows)]))
     misses = "\n".join(f"- {line}." for line in findings(rows, skipped))
     if misses:  # marked in the cells; in words and with intervals they are many
         parts.append(_folded("Misses, with their intervals", misses))
@@ -148,14 +155,34 @@ def _folded(title: str, text: str) -> str:
 
 
 def _identity(rows: list[Row]) -> str:
-    """How many of the timed answers have plain decoding's token ids."""
-    own = [row for row in rows if row.set != POOLED]
-    answers, same, ties = (sum(getattr(row, name) for row in own) for name in ("prompts", "same", "ties"))
+    """How many of the timed answers have plain decoding's token ids; those that follow its law have a text of
+    their own and are named apart."""
+    own = [row for row in rows if row.set != POOLED and not row.in_law]
+    answers, same, ties = (sum(getattr(row, name) for row in own) for name in ("answers", "same", "ties"))
     text = f"{same} of {answers} of these answers have plain decoding's token ids"
     if ties:
         text += f", {ties} first differ at a numeric tie"
     broken = answers - same - ties
-    return text + (f", and {broken} DIFFER." if broken else ".")
+    text += f", and {broken} DIFFER" if broken else ""
+    lawful = dict.fromkeys(row.method for row in rows if row.in_law)
+    return text + "".join(f"; {name} follows the same law, not the same text" for name in lawful) + "."
+
+
+def _rounds(rows: Many[Row]) -> list[str]:
+    """What a plain round and one of the first drafting method cost, because ratios depend on the machine's
+    hour: a sentence per temperature and batch."""
+    found = []
+    for temperature, batch in dict.fromkeys((row.temperature, row.batch) for row in rows):
+        own = totals([row for row in rows if (row.temperature, row.batch) == (temperature, batch)])
+        plain = next(row for row in own if row.method == PLAIN)
+        first = next((row for row in own if row.budget), None)
+        if first is not None and plain.step_ms:
+            ratio = first.step_ms / plain.step_ms
+            found.append(
+                f"A plain round took {plain.step_ms:.1f} ms (median), one of {first.name}"
+                f" {first.step_ms:.1f} ms ({ratio:.2f}×)."
+            )
+    return found
 
 
 def _forward(record: dict[str, Any]) -> str:
@@ -166,11 +193,12 @@ def _forward(record: dict[str, Any]) -> str:
         f" ({cost['rows'][0]['ms']:.1f} ms, {cost['bandwidth'] / 1e9:.1f} GB/s): {costs}."
     )
     if plain is None:
-        return text
+        return f"{text} Measured on {_source(record['run'])}."
     ours, theirs = (plain["tokens_per_second"][side] for side in ("jetspec", "transformers"))
     return (
         f"{text} Plain decoding makes {ours:.1f} tok/s, transformers' `generate` {theirs:.1f}"
-        f" ({plain['ratio']:.2f}×) on the same prompts, in the same process."
+        f" ({plain['ratio']:.2f}×) on the same prompts, in the same process. Measured on"
+        f" {_source(record['run'])}."
     )
 
 
@@ -201,19 +229,13 @@ def _lossless(facts: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     )
     return (
         f"Losslessness ({where}): {tokens} tokens compared with plain decoding, {ties} numeric ties,"
-        f" {broken} other differences."
+        f" {broken} other differences. Measured on {_source(facts)}."
     )
 
 
-def _sources(facts: list[dict[str, Any]]) -> list[str]:
-    """Machine and code of what is shown; several, if the parts were measured on several."""
-    lines = dict.fromkeys(common.footer(fact) for fact in facts)
-    days = sorted({fact["date"][:10] for fact in facts})
-    return (
-        [f"Measured on {'; '.join(lines)}; {' and '.join(dict.fromkeys((days[0], days[-1])))}."]
-        if facts
-        else []
-    )
+def _source(facts: dict[str, Any]) -> str:
+    """Machine, versions, code and day of what is shown, in one line."""
+    return f"{common.footer(facts)}, {facts['date'][:10]}"
 
 
 if __name__ == "__main__":

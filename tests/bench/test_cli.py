@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,18 +93,25 @@ def test_a_difference_is_exit_code_1(given: list[object], monkeypatch: pytest.Mo
 def test_interrupted_runs_keep_what_is_done(
     given: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards Ctrl-C: exit code 130, a line that says where the records are, and the first prompt in them."""
+    """Guards Ctrl-C: exit code 130, one line that says where the records are, the first prompt in them, and a
+    table that says how many are missing."""
     run = bench_run._watch
 
-    def interrupted(screen: object, made: object, missing: list[object]) -> None:
-        run(screen, made, missing[:1])  # type: ignore[arg-type]
+    def interrupted(screen: Any, made: Any, missing: list[Any], done: int, hidden: bool) -> None:
+        measured = made.run
+        made.run = lambda items, done: islice(measured(items, done), 1)
+        run(screen, made, missing, done, hidden)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_run, "_watch", interrupted)
     done = jetspec(*given, "--methods", "jetspec-tree")
-    assert done.code == 130 and "interrupted; what is done is kept in" in done.err
+    assert done.code == 130 and "Traceback" not in done.err
+    kept = [line for line in done.err.splitlines() if "interrupted" in line]
+    assert kept == [f"jetspec: interrupted; what is done is kept in {tmp_path / 'r.jsonl'}"]
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "r.jsonl").read_text("utf-8").splitlines()]
     assert kinds == ["run", "item"]
+    table = jetspec("bench", "table", tmp_path / "r.jsonl")
+    assert "1 of 2 groups of prompts, unfinished" in table.err and "1 of 2 groups" in table.out
 
 
 def test_list_names_every_method(tiny_folder: Path) -> None:
@@ -112,6 +121,8 @@ def test_list_names_every_method(tiny_folder: Path) -> None:
     found = {line.split()[0]: line for line in done.out.splitlines()}
     assert set(found) == set(METHODS)
     assert found["ddtree"].endswith("head echo") and found["mtp"].endswith("no head")
+    starts = {line.index(METHODS[name].about) for name, line in found.items()}
+    assert len(starts) == 1, "the longest name must not move its line"
 
 
 def test_a_head_without_a_name_is_that_of_its_family(tmp_path: Path) -> None:
@@ -141,6 +152,10 @@ def test_a_head_without_a_name_is_that_of_its_family(tmp_path: Path) -> None:
         (["--head", "mtp"], "--head is 'mtp'; give METHOD=FOLDER"),
         (["--data", "/nowhere"], "--data /nowhere is no folder"),
         (["--prompt-file", "x.txt", "--sets", "gsm8k"], "--prompt-file takes the place of"),
+        (
+            ["--prompt-file", "a/x.txt", "--prompt-file", "b/x.jsonl"],
+            "--prompt-file gives two sets the name 'x': a/x.txt and b/x.jsonl; rename one of them",
+        ),
     ],
 )
 def test_errors_come_before_the_model_is_loaded(arguments: list[str], message: str) -> None:
@@ -185,3 +200,38 @@ def test_theory_needs_no_records() -> None:
     assert next(v["speedup"] for v in values["formula"] if v["n"] == 8) == pytest.approx(
         (1 - 0.8**9) / 0.2 / 1.4
     )
+
+
+def test_out_must_be_a_file(given: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a whole measurement against /dev/null, which ended it in a traceback, and the memory against
+    /dev/full; and a file that is deleted while measuring is one line."""
+    for device in ("/dev/null", "/dev/full"):
+        assert f"{device} is no regular file" in jetspec(*given, "--out", device).error
+    watch = bench_run._watch
+
+    def deleted(*arguments: Any, **more: Any) -> None:
+        watch(*arguments, **more)
+        (tmp_path / "r.jsonl").unlink()
+
+    monkeypatch.setattr(bench_run, "_watch", deleted)
+    done = jetspec(*given, "--methods", "plain", "-n", 2)
+    assert done.code == 2 and "r.jsonl no longer holds this run" in done.err.splitlines()[-1]
+
+
+def test_a_named_method_that_no_budget_suits(given: list[object]) -> None:
+    """Guards against plain decoding alone where a method was asked for: rejection sampling takes no budget
+    `auto`, and was dropped without a word. What is not measured this time is said with --json, too."""
+    own = [*given, "--head", "dspark=decoy", "--temperatures", 1, "-n", 2]
+    wrong = jetspec(*own, "--methods", "dspark-rejection", "--budgets", "auto").error
+    assert wrong.startswith("method dspark-rejection cannot run: it takes no budget but numbers")
+    done = jetspec(*own, "--methods", "hf-generate", "--json")
+    assert done.json["unfinished"] is None
+    assert "jetspec: hf-generate is measured at T = 0 and batch 1 only" in done.err
+
+
+def test_an_unknown_set_names_the_valid_ones(tmp_path: Path) -> None:
+    """Guards the message for a typing error, which spoke of a missing file only."""
+    for name in ("gsm8k", "mine"):
+        (tmp_path / f"{name}.jsonl").write_text('{"turns": ["x"]}', "utf-8")
+    wrong = jetspec("bench", "--data", tmp_path, "--sets", "gsm9k").error
+    assert wrong == f"--sets names 'gsm9k', which {tmp_path} lacks; valid: gsm8k, mine, builtin"

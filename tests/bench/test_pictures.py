@@ -14,7 +14,7 @@ from jetspec.bench.plot import figures, save, svg
 from jetspec.bench.report import page
 from jetspec.bench.runs import Run
 from jetspec.bench.summary import summarise
-from tests.bench.tiny import facts, item, method
+from tests.bench.tiny import facts, item, items, method
 
 
 def records(batches: tuple[int, ...] = (1,)) -> list[dict[str, Any]]:
@@ -113,3 +113,33 @@ def test_page_is_self_contained() -> None:
         "Miss: dflash 7" in text and "Not measured: mtp" in text and "peak memory of the process 1.00" in text
     )
     assert "&lt;script&gt;" in text
+
+
+def test_one_budget_per_method_is_no_line() -> None:
+    """Guards pictures of runs with one budget: points over the same budget lay on each other; now each method
+    has a place of its own, with its budget below."""
+    found = [{**r, "methods": [m for m in r["methods"] if m["budget"] != 16]} for r in records()]
+    (axes,) = figures(summarise(found))["speedup-budget"].axes
+    places = {box.get_label(): box.lines[0].get_xdata().tolist() for box in axes.containers}
+    assert places == {"jetspec-tree 8": [0], "dflash 7": [1]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["8", "7"]
+
+
+def test_the_legend_of_the_split_is_outside_the_bars() -> None:
+    """Guards the last bar, which the legend covered."""
+    figure = figures(summarise(records()))["round"]
+    assert figure.axes[0].get_legend() is None and len(figure.legends) == 1
+
+
+def test_a_page_of_good_news_is_exact() -> None:
+    """Guards the sentence without misses: it said that no method was slower above a table where those of
+    transformers are marked as slower; and of one group of prompts nothing is known."""
+    text = page(Run("key", facts(), items(3, 2.0)))
+    assert "None of jetspec&#x27;s methods was" in text or "None of jetspec's methods was" in text
+    assert "transformers that were" not in text and "nothing is said" not in text
+    slow = items(3, 2.0)
+    for record in slow:
+        record["methods"].append(method("hf-generate", 0, 99.0, [20], [20]))
+    assert "Methods of transformers that were are marked" in page(Run("key", facts(), slow))
+    assert "one group of prompts, nothing is said" in page(Run("key", facts(), items(1, 2.0)))
+    assert "2 of 4 groups of prompts, unfinished" in page(Run("key", facts(), items(2, 2.0), 4, 2))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,43 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_digest_tells_texts_apart() -> None:
     """Guards resuming: another text under the same id must not count as done."""
     assert len({digest([[1, 2]]), digest([[1], [2]]), digest([[12]]), digest([[2, 1]])}) == 4
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"turns": "Why?"}, "`turns` must be a list"),
+        ({"turns": [None]}, "a turn must be a text, got NoneType"),
+        ({"turns": [""]}, "the prompt is empty"),
+        ({"messages": [{"role": "user", "content": None}]}, "`content` must be a text, got NoneType"),
+        ({"messages": [{"role": "user", "content": " "}]}, "the prompt is empty"),
+        ({"messages": [{"role": "system", "content": "s"}]}, "no turn of the user"),
+        ({"turns": ["x"], "id": [1]}, "`id` must be a text or a number, got list"),
+        (["x"], "expected an object"),
+    ],
+)
+def test_wrong_types_are_no_prompts(tmp_path: Path, record: object, message: str) -> None:
+    """Guards what is measured: a text as `turns` became its first letter, and null the word None. The line
+    that is named is that of the file, blank ones counted."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"turns": ["one"]}\n\n\n' + json.dumps(record), "utf-8")
+    with pytest.raises(DataError, match=r"x.jsonl line 4 is no prompt \(.*" + re.escape(message)):
+        read_file(path, 2)
+
+
+def test_layouts_of_training_prompts_are_read(tmp_path: Path) -> None:
+    """Guards users who measure on what they train on: both read the same files."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "one"}\n{"conversations": [{"from": "human", "value": "two"}]}', "utf-8")
+    assert [q.messages[-1]["content"] for q in read_file(path, 2)] == ["one", "two"]
+
+
+def test_an_id_stands_for_one_prompt(tmp_path: Path) -> None:
+    """Guards records: prompts of one id could not be told apart, and all but one vanished. A missing id is
+    none, even as null."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('\n{"id": "a", "turns": ["one"]}\n\n{"id": "a", "turns": ["two"]}', "utf-8")
+    with pytest.raises(DataError, match=r"x.jsonl has the id 'a' in line 2 and in line 4; give each"):
+        read_file(path, 2)
+    path.write_text('{"id": null, "turns": ["one"]}\n{"id": null, "turns": ["two"]}', "utf-8")
+    assert [q.id for q in read_file(path, 2)] == ["x-0", "x-1"]

@@ -7,8 +7,9 @@ import pytest
 
 from jetspec.bench import run as running
 from jetspec.bench.methods import METHODS
-from jetspec.bench.run import Settings, place_of, plan
-from jetspec.bench.runs import choose_run, runs_of
+from jetspec.bench.prompts import Question
+from jetspec.bench.run import Settings, plan
+from jetspec.bench.runs import choose_run, place_of, runs_of, volume
 from jetspec.bench.summary import summarise
 from jetspec.errors import DataError, OptionError, PromptError
 from tests.bench.tiny import bench, facts, item, items, method, questions, tiny_target
@@ -210,3 +211,41 @@ def test_place_of_a_record_is_that_of_its_item() -> None:
     found = plan(questions(1), tiny_target(), Settings(tokens=4), lambda text: None)[0]
     record = item(0, [method("plain", 0, 1.0, [4], [4])], "own", digest=found.digest)
     assert place_of(record) == found.place
+
+
+def test_prompts_of_one_text_and_empty_ones() -> None:
+    """Guards the number of prompts: one text under two ids was measured twice and then counted once, in
+    silence; and an empty prompt ended the run without a name."""
+    target, told = tiny_target(), list[str]()
+    asked = [Question("own", name, ({"role": "user", "content": "same"},)) for name in ("a", "b")]
+    found = plan([*asked, *questions(1)], target, Settings(tokens=4), told.append)
+    assert [item.questions[0].id for item in found] == ["a", "own-0"]
+    assert told == ["b of own is left out: it has the text of a"]
+    empty = Question("own", "c", ({"role": "user", "content": ""},))
+    with pytest.raises(PromptError, match="c of own is an empty prompt"):
+        plan([*asked, empty], target, Settings(tokens=4), told.append)
+
+
+def test_no_prompt_vanishes_between_edits_of_a_file() -> None:
+    """Guards the merging of records: a line without an id that was edited and edited back had three
+    measurements under one id, of which the last one hid the others, and the run lacked a prompt."""
+    first, other, third = items(3, 2.0)
+    edited = [{**other, "ids": first["ids"]}, {**third, "ids": first["ids"]}]
+    (run,) = runs_of([{"kind": "run", "key": "k", "run": facts()}, first, *edited])
+    assert [place_of(item)[-1] for item in run.items] == ["gsm8k-0", "gsm8k-1", "gsm8k-2"]
+    assert volume(run).startswith("3 prompts")
+
+
+def test_a_stopped_run_says_so(tmp_path: Path) -> None:
+    """Guards tables of an interrupted run, which showed fewer groups without a word."""
+    target, settings = tiny_target(), Settings(tokens=4)
+    made, _ = bench(target, tmp_path / "r.jsonl", [], {}, settings)
+    found = plan(questions(4), target, settings, lambda text: None)
+    going = made.run(found)
+    next(going), next(going)
+    going.close()
+    (run,) = runs_of(made.journal.read())
+    assert run.unfinished == "2 of 4 groups of prompts, unfinished" and run.unfinished in volume(run)
+    list(made.run(found[2:], done=2))
+    (run,) = runs_of(made.journal.read())
+    assert run.unfinished is None and (run.planned, run.done) == (4, 4)

@@ -78,7 +78,8 @@ def test_seeds_of_a_prompt_are_no_independent_prompts() -> None:
         ]
 
     once, often = summarise(records(1))[1], summarise(records(10))[1]
-    assert often.prompts == 20 and often.speedup == pytest.approx(once.speedup)
+    assert (often.prompts, often.answers, often.groups) == (2, 20, 2)
+    assert often.speedup == pytest.approx(once.speedup)
 
 
 def test_outside_methods_are_compared_on_their_own_prompts() -> None:
@@ -100,3 +101,30 @@ def test_rows_are_json() -> None:
     values = json.loads(json.dumps(summarise(items(2, 0.5))[1].values(), allow_nan=False))
     assert values["speedup"][0] == pytest.approx(0.5) and len(values["tau"]) == 3
     assert values["name"] == "jetspec-tree 8" and "slower" in values["verdict"]
+
+
+def test_one_group_of_prompts_decides_nothing() -> None:
+    """Guards against an interval of no width: one group drawn anew is always itself, and the table said for
+    certain that a method is slower. Without an interval there is no verdict, and JSON has null."""
+    row = summarise(items(1, 0.5))[1]
+    assert not row.speedup.known and not row.tau.known and row.verdict is None and row.groups == 1
+    values = json.loads(json.dumps(row.values(), allow_nan=False))
+    assert values["speedup"] == [pytest.approx(0.5), None, None] and values["verdict"] is None
+    assert summarise(items(2, 0.5))[1].speedup.known
+
+
+def test_prompts_that_fill_up_a_batch_count_once() -> None:
+    """Guards the counts in brackets: one prompt three times in a batch was three prompts."""
+    counts = ([4, 5, 4], [4, 5, 4])
+    methods = [method("plain", 0, 1.0, *counts), method("jetspec-tree", 8, 1.0, *counts)]
+    old = item(0, methods, batch=3, ids=["a", "b", "a"])
+    for record in (old, {**old, "ids": ["x", "x", "x"], "digests": ["1", "2", "1"]}):
+        row = summarise([record])[1]
+        assert (row.prompts, row.answers, row.same) == (2, 3, 3)
+
+
+def test_prompts_are_told_apart_by_their_text() -> None:
+    """Guards the number of prompts: three texts under one id were one prompt, and one group to draw from."""
+    records = [{**record, "ids": ["a"]} for record in items(3, 2.0)]
+    row = summarise(records)[1]
+    assert (row.prompts, row.groups) == (3, 3) and row.speedup.known

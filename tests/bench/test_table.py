@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jetspec.bench.summary import summarise
-from jetspec.bench.table import Grid, findings, grids, main_grid
+from jetspec.bench.table import LEGEND, Grid, findings, grids, legend, main_grid
 from tests.bench.tiny import item, items, method
 
 SKIPPED = {"mtp": "no head: none is packaged", "hf-assisted": "no assistant: give one"}
@@ -91,3 +91,28 @@ def test_wide_titles_wrap_before_a_table_is_divided() -> None:
     grid = Grid("t", ("method", *("some quite long title",) * 6), [("a", *("1.23",) * 6)])
     assert len(grid.tables(80)) == 1 and len(grid.tables(40)) == 2
     assert grid.tables(40)[1].columns[0].header == "method"
+
+
+def test_one_group_has_no_mark_and_no_miss() -> None:
+    """Guards false certainty: a single group per set was marked and listed as slower with an interval of no
+    width. The caption names methods whose intervals come from few groups."""
+    rows = summarise(items(1, 0.5))
+    assert main_grid(rows, {}, "").rows[1] == ("jetspec-tree 8", "0.50×/2.50")
+    assert findings(rows, {}) == [] and "0.50 (–)" in grids(rows, {})[1].rows[1]
+    assert "Some intervals are drawn from fewer than 5 groups" in legend(rows)
+    records = items(6, 2.0)
+    assert legend(summarise(records)) == LEGEND
+    records[0]["methods"].append(method("hf-generate", 0, 0.01, [9], [9]))
+    assert "Some intervals of hf-generate are drawn" in legend(summarise(records))
+    assert not any("hf-generate" in line for line in findings(summarise(records), {}))
+
+
+def test_a_method_of_fewer_prompts_says_so() -> None:
+    """Guards the columns' counts: transformers' rows, measured on a few prompts, stood under `(10)`."""
+    records = [*items(4, 2.0, "gsm8k"), *items(4, 2.0, "mbpp")]
+    for record in (records[0], records[1], records[4], records[5]):
+        record["methods"].append(method("hf-generate", 0, 0.01, [9], [9]))
+    grid = main_grid(summarise(records), {}, "")
+    assert [row[0] for row in grid.rows] == ["plain", "jetspec-tree 8", "hf-generate (2 a set)"]
+    records[6]["methods"].append(method("hf-generate", 0, 0.01, [9], [9]))
+    assert main_grid(summarise(records), {}, "").rows[2][0] == "hf-generate (2–3 a set)"

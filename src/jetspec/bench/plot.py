@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetspec.bench.clock import PHASES
 from jetspec.bench.methods import METHODS, PLAIN
-from jetspec.bench.summary import Row
+from jetspec.bench.summary import Interval, Row
 from jetspec.bench.table import totals
 from jetspec.errors import OptionError
 from jetspec.target.storage import storage_errors
@@ -119,6 +119,10 @@ def _against(rows: Many[Row], over: str, what: str, title: str) -> Figure:
             continue
         label = row.method if over == "fixed" else row.name
         lines.setdefault((row.method, label), []).append(row)
+    if over == "fixed" and all(len(found) == 1 for found in lines.values()):
+        _side_by_side(axes, [found[0] for found in lines.values()], what)
+        _finish(axes, what, title)
+        return figure
     for number, ((method, label), found) in enumerate(lines.items()):
         found.sort(key=lambda row: getattr(row, over))
         values = [getattr(row, what) for row in found]
@@ -138,6 +142,18 @@ def _against(rows: Many[Row], over: str, what: str, title: str) -> Figure:
     axes.set_xlabel("budget (drafted nodes, root excluded)" if over == "fixed" else "batch (prompts at once)")
     _finish(axes, what, title)
     return figure
+
+
+def _side_by_side(axes: Axes, rows: Many[Row], what: str) -> None:
+    """Methods of one budget each, beside each other: over the budget their points would lie on each other."""
+    for place, row in enumerate(rows):
+        value: Interval = getattr(row, what)
+        bounds = [[value.value - value.low], [value.high - value.value]]
+        axes.errorbar(
+            [place], [value.value], yerr=bounds, label=row.name, capsize=2, ls="", **style_of(row.method)
+        )
+    axes.set_xticks(range(len(rows)), [str(row.budget) for row in rows])
+    axes.set_xlabel("budget of each method (drafted nodes, root excluded)")
 
 
 def _by_set(rows: Many[Row], title: str) -> Figure:
@@ -169,7 +185,7 @@ def _by_set(rows: Many[Row], title: str) -> Figure:
 def _split(rows: Many[Row], title: str) -> Figure:
     """Where a round's time goes, a bar per method."""
     known = [row for row in rows if row.round_ms]
-    figure, (axes,) = new_figure(7.5, 1.2 + 0.28 * len(known))
+    figure, (axes,) = new_figure(7.5, 1.6 + 0.28 * len(known))
     left = [0.0] * len(known)
     for number, phase in enumerate(PHASES):
         values = [row.round_ms[phase] for row in known]
@@ -179,7 +195,7 @@ def _split(rows: Many[Row], title: str) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("ms per round (mean)")
     axes.set_title(title)
-    axes.legend(fontsize="small", ncols=len(PHASES), loc="lower right")
+    figure.legend(fontsize="small", ncols=len(PHASES), loc="outside lower center")
     return figure
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jetspec.errors import DataError, OptionError
 from jetspec.target.storage import user_path
 from jetspec.target.target import Target
+from jetspec.train.prompt_layouts import LAYOUTS, conversation_of
 
 # The sets of the papers, in their usual order (JetSpec, arXiv 2606.18394, table 1). None is part of jetspec.
 SETS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt_bench")
@@ -48,17 +49,18 @@ def read_file(path: Path, count: int) -> list[Question]:
     """`count` questions of a file, evenly spaced: number i of n is line floor(i * lines / n), from 0 on; all
     of them if there are fewer. The set is named after the file.
 
-    A `.jsonl` file holds one object a line with `turns` (a list of user turns) or `messages` (role and
-    content), and perhaps `id`; any other file is text, one prompt a line.
+    A `.jsonl` file holds one object a line with `turns` (a list of user turns), `messages` (role and
+    content) or another layout of training prompts, and perhaps `id`; any other file is text, one prompt a
+    line.
 
-    Raises OptionError if `count` is below 1, DataError if the file is missing, empty, or a line that is
-    wanted cannot be read.
+    Raises OptionError if `count` is below 1, DataError if the file is missing, empty, or of the lines that
+    are wanted one cannot be read or two have the same id.
     """
     if count < 1:
         raise OptionError(f"--prompts must be at least 1, got {count}")
     try:
         # Not splitlines: JSON may hold U+2028.
-        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
+        text = path.read_text("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(
             f"cannot read {path} ({error.strerror}); give the folder of the evaluation sets with --data, or "
@@ -66,14 +68,22 @@ def read_file(path: Path, count: int) -> list[Question]:
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+    lines = [(number, line) for number, line in enumerate(text, start=1) if line.strip()]
     if not lines:
         raise DataError(f"{path} holds no prompts; write one a line")
     count = min(count, len(lines))
-    is_json = path.suffix in (".jsonl", ".json")
-    return [
-        _question(path, index, lines[index], is_json)
-        for index in (number * len(lines) // count for number in range(count))
-    ]
+    chosen = [number * len(lines) // count for number in range(count)]
+    found = [_question(path, index, *lines[index]) for index in chosen]
+    lines_of: dict[str, int] = {}
+    for index, question in zip(chosen, found, strict=True):
+        number = lines[index][0]
+        first = lines_of.setdefault(question.id, number)
+        if first != number:
+            raise DataError(
+                f"{path} has the id {question.id!r} in line {first} and in line {number}; "
+                "give each prompt an id of its own, or none any"
+            )
+    return found
 
 
 def builtin(count: int) -> list[Question]:
@@ -123,21 +133,44 @@ def digest(prompts: Many[Many[int]]) -> str:
     return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()[:12]
 
 
-def _question(path: Path, index: int, line: str, is_json: bool) -> Question:
+def _question(path: Path, index: int, number: int, line: str) -> Question:
+    """The prompt in a line; index: among those that are not blank, for want of an id; number: in the file."""
     name = path.stem
-    if not is_json:
+    if path.suffix not in (".jsonl", ".json"):
         return Question(name, f"{name}-{index}", ({"role": "user", "content": line.strip()},))
     try:
         record: Any = json.loads(line)
-        if "messages" in record:
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()  # the target writes its own answer
-            messages[-1]
-        else:
-            messages = [{"role": "user", "content": str(record["turns"][0])}]
-        return Question(name, str(record.get("id", f"{name}-{index}")), tuple(messages))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        messages = _messages(record)
+        given = record.get("id")
+        if not isinstance(given, str | int | None):
+            raise ValueError(f"`id` must be a text or a number, got {type(given).__name__}")
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} line {index + 1} is no object with `turns` or `messages` ({error!r})"
+            f"{path} line {number} is no prompt ({error}); give an object with one of {LAYOUTS}"
         ) from None
+    return Question(name, f"{name}-{index}" if given is None else str(given), messages)
+
+
+def _messages(record: Any) -> tuple[dict[str, str], ...]:
+    """The conversation up to the turn that is answered: of `messages` the last one, else the first.
+
+    Raises ValueError saying what is wrong.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
+        return conversation_of(record)[0]
+    messages = []
+    for message in record["messages"]:
+        if not isinstance(message, dict):
+            raise ValueError("a message must hold the texts `role` and `content`")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"a message's `{key}` must be a text, got {type(message.get(key)).__name__}")
+            message[key].encode()  # half of a surrogate pair is a ValueError too
+        messages.append({"role": message["role"], "content": message["content"]})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()  # the target writes its own answer
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError("`messages` holds no turn of the user")
+    if not messages[-1]["content"].strip():
+        raise ValueError("the prompt is empty")
+    return tuple(messages)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from jetspec import __version__
+from jetspec.bench.shape import fault
 from jetspec.errors import DataError
 from jetspec.target.storage import storage_errors
 
@@ -89,59 +90,66 @@ def peak_memory() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# What the readers of a record rely on, by its kind; other kinds are left alone.
-_NEEDED = {
-    "run": ("key", "run"),
-    "item": ("key", "set", "temperature", "seed", "batch", "ids", "methods"),
-    "prompt": ("key", "set", "id", "methods"),
-}
-
-
 class Journal:
-    """A file of records, one JSON object a line. One that a killed process left half-written is skipped;
-    `complain` is told of it. Anything else that is no record means that this is another kind of file.
+    """A file of records, one JSON object a line. One that a killed process left half-written is skipped, and
+    so is one that lacks what its readers need (`shape`); `complain` is told of them. Anything else that is no
+    record means that this is another kind of file.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None] = lambda text: None) -> None:
         self.path, self._complain = path, complain
+
+    def check(self) -> None:
+        """Raises DataError if the path is no regular file but there: a device never ends or keeps nothing."""
+        if self.path.exists() and not self.path.is_file():
+            raise DataError(
+                f"{self.path} is no regular file; give a file of JSON lines that records are added to"
+            )
 
     def read(self) -> list[dict[str, Any]]:
         """All complete records, oldest first; none if the file does not exist.
 
         Raises DataError naming the first line that is no record.
         """
+        self.check()
         if not self.path.exists():
             return []
         try:
-            lines = self.path.read_text("utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"the records in {self.path} cannot be read ({error})") from None
-        records, cut = [], []
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise DataError(f"the records in {self.path} cannot be read ({error.strerror})") from None
+        records: list[dict[str, Any]] = []
+        cut: list[int] = []
+        odd: list[tuple[int, str]] = []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))  # a line may end inside of a letter
             except (ValueError, RecursionError):
-                if not line.startswith('{"'):  # as every record begins, a half-written one as well
+                if not line.startswith(b'{"'):  # as every record begins, a half-written one as well
                     raise self._wrong(number, "an object with a `kind`") from None
                 cut.append(number)
                 continue
-            records.append(self._checked(record, number))
-        if cut and not records:
+            if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+                raise self._wrong(number, "an object with a `kind`")
+            lacking = fault(record)
+            if lacking is None:
+                records.append(record)
+            else:
+                odd.append((number, f"a `{lacking}` in a record of the kind {record['kind']!r}"))
+        if odd and not records:
+            raise self._wrong(*odd[0])
+        # Of a file's only line, enough must be there to see that it is one of ours.
+        if cut and not records and (len(cut) > 1 or b'{"kind"' not in lines[cut[0] - 1]):
             raise self._wrong(cut[0], "a whole object with a `kind`")
         if cut:
             more = f" and {len(cut) - 1} more are" if len(cut) > 1 else " is"
             self._complain(f"{self.path.name} line {cut[0]}{more} cut off and left out")
+        if odd:
+            more = f", and {len(odd) - 1} more are" if len(odd) > 1 else ""
+            self._complain(f"{self.path.name} line {odd[0][0]} is left out: expected {odd[0][1]}{more}")
         return records
-
-    def _checked(self, record: Any, number: int) -> dict[str, Any]:
-        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-            raise self._wrong(number, "an object with a `kind`")
-        lacking = [key for key in _NEEDED.get(record["kind"], ()) if key not in record]
-        if lacking:
-            raise self._wrong(number, f"a `{lacking[0]}` in a record of the kind {record['kind']!r}")
-        return record
 
     def _wrong(self, number: int, expected: str) -> DataError:
         return DataError(
@@ -174,7 +182,7 @@ def cpu_name() -> str:
 
 def footer(facts: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
-    parts = [facts["cpu"], f"{facts['threads']} threads"]
+    parts = [facts["cpu"], f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"]
     if "gpu" in facts:
         parts.append(f"{facts['gpu']}, CUDA {facts['cuda']}")
     parts.append(f"torch {facts['torch']}, transformers {facts['transformers']}")

@@ -6,11 +6,12 @@ import html
 import json
 from typing import Any
 
+from jetspec.bench.methods import PLAIN
 from jetspec.bench.plot import figures, svg
 from jetspec.bench.record import footer
 from jetspec.bench.runs import Run, volume
 from jetspec.bench.summary import Row, summarise
-from jetspec.bench.table import LEGEND, Grid, findings, grids
+from jetspec.bench.table import Grid, findings, grids, legend
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -55,7 +56,7 @@ def page(run: Run) -> str:
         f"<p>{_text(footer(run.facts))}; {_text(run.facts['date'])}; run {_text(run.key)}.</p>",
         f"<p>{_text(volume(run))}</p>",
         _findings(rows, skipped),
-        f"<h2>Tables</h2>\n<p>{_text(LEGEND)}</p>",
+        f"<h2>Tables</h2>\n<p>{_text(legend(rows))}</p>",
         *(grid.html() for grid in _ordered(grids(rows, skipped))),
         "<h2>Plots</h2>",
         *(f"<figure>{svg(figure, name)}</figure>" for name, figure in figures(rows).items()),
@@ -77,8 +78,13 @@ def page(run: Run) -> str:
 def _findings(rows: list[Row], skipped: dict[str, str]) -> str:
     lines = findings(rows, skipped)
     if not lines:
+        slower = any(row.outside and row.verdict is not None for row in rows)
+        more = " Methods of transformers that were are marked in the tables." if slower else ""
+        unknown = any(row.method != PLAIN and not row.outside and not row.speedup.known for row in rows)
+        more += " Where there is one group of prompts, nothing is said." if unknown else ""
         return (
-            "<p>No method was slower than plain decoding, and no answer differed by more than rounding.</p>"
+            "<p>None of jetspec's methods was slower than plain decoding, and no answer differed by more than"
+            f" rounding.{more}</p>"
         )
     items = "\n".join(
         f"<li{' class=bad' if line.startswith('NOT') else ''}>{_text(line)}</li>" for line in lines

@@ -14,6 +14,7 @@ from jetspec.bench.clock import EngineRunner, Measured, Runner, take_turns, warm
 from jetspec.bench.methods import PLAIN, Heads, Method, make_engine, variants
 from jetspec.bench.prompts import Question, digest, encode, warm_up_ids
 from jetspec.bench.record import Journal, load_average, peak_memory, provenance, run_key
+from jetspec.bench.runs import place_of
 from jetspec.budget.choose import check_budget_option
 from jetspec.decode.compare import find_divergence
 from jetspec.errors import OptionError, PromptError
@@ -106,13 +107,8 @@ class Item:
 
     @property
     def place(self) -> tuple[str, float, int, int, str]:
-        """What tells it apart within a run; in records too, see `place_of`."""
+        """What tells it apart within a run; in records too, see `runs.place_of`."""
         return self.set, self.temperature, self.seed, len(self.prompts), self.digest
-
-
-def place_of(record: dict[str, Any]) -> tuple[str, float, int, int, str]:
-    """`Item.place` of a record."""
-    return record["set"], record["temperature"], record["seed"], len(record["ids"]), record["digest"]
 
 
 def plan(
@@ -122,11 +118,23 @@ def plan(
     run that is stopped early has seen all sets.
 
     A last group that is not full is filled up from the start of its set. A prompt that leaves no room for
-    `tokens` in the context is left out, and `complain` is told. Raises PromptError if none is left.
+    `tokens` in the context is left out, and so is one with the text of another of its set, which would count
+    as a prompt more without being one; `complain` is told. Raises PromptError if one is empty, or if none is
+    left.
     """
     by_set: dict[str, list[tuple[Question, tuple[int, ...]]]] = {}
+    known: dict[tuple[str, tuple[int, ...]], str] = {}
     for question in questions:
         ids = tuple(encode(target, question))
+        if not ids:
+            raise PromptError(
+                f"{question.id} of {question.set} is an empty prompt; write one, or leave it out"
+            )
+        if (question.set, ids) in known:
+            first = known[question.set, ids]
+            complain(f"{question.id} of {question.set} is left out: it has the text of {first}")
+            continue
+        known[question.set, ids] = question.id
         if len(ids) + settings.tokens > target.config.max_positions:
             complain(
                 f"{question.id} is left out: its {len(ids)} tokens leave no room for {settings.tokens} in "
@@ -214,10 +222,14 @@ class Bench:
         """Places of the groups that an earlier start with the same arguments has recorded."""
         return {place_of(r) for r in self.journal.read() if r["kind"] == "item" and r["key"] == self.key}
 
-    def run(self, items: Many[Item]) -> Iterator[Item]:
-        """Measure and record `items`, yielding each when it is done. Stopping in between loses that one."""
+    def run(self, items: Many[Item], done: int = 0) -> Iterator[Item]:
+        """Measure and record `items`, yielding each when it is done. Stopping in between loses that one.
+
+        done: groups that were asked for as well and are recorded already.
+        """
         if items:
-            self.journal.append({"kind": "run", "key": self.key, "run": self.facts})
+            counts = {"planned": done + len(items), "done": done}
+            self.journal.append({"kind": "run", "key": self.key, **counts, "run": self.facts})
         gc.collect()
         gc.freeze()  # models and libraries are not looked at again before every group
         try:
@@ -247,6 +259,7 @@ class Bench:
             "batch": batch,
             "ids": [question.id for question in item.questions],
             "digest": item.digest,
+            "digests": [digest([ids]) for ids in item.prompts],
             "prompt_tokens": [len(ids) for ids in item.prompts],
             "load": load,
             "methods": [

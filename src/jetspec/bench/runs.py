@@ -20,11 +20,37 @@ _OLD_NAMES = {
 
 
 class Run(NamedTuple):
-    """A run as it lies in a file: its key, provenance and groups of prompts."""
+    """A run as it lies in a file: its key, provenance and groups of prompts.
+
+    planned, done   groups that its last start asked for, and those of them that are recorded; 0 and 0 where
+                    the records do not say
+    """
 
     key: str
     facts: dict[str, Any]
     items: list[dict[str, Any]]
+    planned: int = 0
+    done: int = 0
+
+    @property
+    def unfinished(self) -> str | None:
+        """How far a run came that was stopped; None for one that reached its end."""
+        if self.done >= self.planned:
+            return None
+        return f"{self.done} of {self.planned} groups of prompts, unfinished"
+
+
+def place_of(record: dict[str, Any]) -> tuple[str, float, int, int, str]:
+    """What tells a group of prompts apart within a run: set, temperature, seed, batch and the hash of its
+    token ids. Not the ids of its prompts: files may repeat them, and another text may stand under one.
+    """
+    return record["set"], record["temperature"], record["seed"], len(record["ids"]), record["digest"]
+
+
+def prompts_of(item: dict[str, Any]) -> list[tuple[str, str]]:
+    """What tells each prompt of a group from all others of the run, as far as the record says."""
+    alone = [item["digest"]] if len(item["ids"]) == 1 else item["ids"]
+    return [(item["set"], name) for name in item.get("digests", alone)]
 
 
 def runs_of(records: Many[dict[str, Any]]) -> list[Run]:
@@ -33,12 +59,16 @@ def runs_of(records: Many[dict[str, Any]]) -> list[Run]:
     """
     facts = {r["key"]: r["run"] for r in records if r["kind"] == "run"}
     items: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for record in records:
+        if record["kind"] == "run":
+            counts[record["key"]] = record.get("planned", 0), record.get("done", 0)
         if record["kind"] in ("item", "prompt") and record["key"] in facts:
             item = record if record["kind"] == "item" else _from_old(record, facts[record["key"]])
-            place = (item["set"], item["temperature"], item["seed"], item["batch"], *item["ids"])
-            items.setdefault(record["key"], {})[place] = item
-    runs = [Run(key, facts[key], list(found.values())) for key, found in items.items()]
+            items.setdefault(record["key"], {})[place_of(item)] = item
+            planned, done = counts.get(record["key"], (0, 0))
+            counts[record["key"]] = planned, done + 1
+    runs = [Run(key, facts[key], list(found.values()), *counts[key]) for key, found in items.items()]
     return sorted(runs, key=lambda run: run.facts["date"])
 
 
@@ -54,11 +84,12 @@ def choose_run(runs: Many[Run], key: str | None, name: str) -> Run:
 
 def volume(run: Run) -> str:
     """How much was measured, and how busy the machine was."""
-    prompts = {(item["set"], name) for item in run.items for name in item["ids"]}
+    prompts = {prompt for item in run.items for prompt in prompts_of(item)}
     tokens = sum(sum(method["tokens"]) for item in run.items for method in item["methods"])
     loads = [item["load"] for item in run.items if item.get("load") is not None]
     peaks = [item["peak_memory"] for item in run.items if item.get("peak_memory") is not None]
     more = [f"load {min(loads):.1f} to {max(loads):.1f} while measuring"] if loads else []
+    more += [run.unfinished] if run.unfinished else []
     more += [f"peak memory of the process {max(peaks) / 2**30:.2f} GiB"] if peaks else []
     return (
         ", ".join([f"{len(prompts)} prompts, {tokens} tokens decoded by all methods together", *more]) + "."
@@ -90,6 +121,7 @@ def _from_old(record: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
         "seed": facts["arguments"].get("seed", 0),
         "batch": 1,
         "ids": [record["id"]],
+        "digest": record["id"],  # it had none, and no file of its time had an id twice
         "prompt_tokens": [record.get("prompt_tokens", 0)],
         "methods": methods,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
@@ -13,29 +14,31 @@ import numpy as np
 from jetspec.bench.clock import PHASES
 from jetspec.bench.methods import METHODS, PLAIN
 from jetspec.bench.prompts import SETS
+from jetspec.bench.runs import prompts_of
 
 RESAMPLES = 10_000
 POOLED = "all"  # the set that stands for all of them
-_OLD_NAMES = {
-    "plain": PLAIN,
-    "best-first": "jetspec-tree",
-    "chain": "jetspec-chain",
-    "accum": "jetspec-accum",
-}
+ENOUGH = 5  # groups of prompts; an interval over fewer is rough
 
 
 class Interval(NamedTuple):
-    """A value with the bounds of its 95 % interval."""
+    """A value with the bounds of its 95 % interval, which are NaN where there is none."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return not math.isnan(self.low)
 
 
 def bootstrap(
     columns: Iterable[Iterable[float]], statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0
 ) -> Interval:
     """A pooled statistic and its 95 % percentile interval when prompts are drawn anew with replacement.
+    A single prompt has no interval: drawn anew it is always itself, which says nothing about others.
 
     Args:
         columns: one row of numbers per prompt, [n, k].
@@ -43,21 +46,25 @@ def bootstrap(
     """
     table = np.asarray([list(row) for row in columns], dtype=np.float64)  # [n, k]
     assert table.ndim == 2 and len(table), "no prompts"
+    value = float(statistic(table.sum(0)))
+    if len(table) == 1:
+        return Interval(value, math.nan, math.nan)
     dice = np.random.default_rng(seed)
     # How often each prompt is drawn is multinomial; the product with the table sums over the draws.
     draws = dice.multinomial(
         len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES
     )  # [RESAMPLES, n]
     low, high = np.quantile(statistic(draws @ table), (0.025, 0.975))
-    return Interval(float(statistic(table.sum(0))), float(low), float(high))
+    return Interval(value, float(low), float(high))
 
 
 @dataclass(frozen=True)
 class Row:
     """One method on one set (or on all of them), pooled over prompts: every token and round counts the same.
 
-    prompts        answers compared, one per prompt and seed
-    speedup, tau   with bootstrap 95 % intervals over prompts
+    prompts        different ones; answers: compared, one per prompt and seed, and per batch that it fills up
+    groups         of prompts decoded as one batch, different ones, which intervals are drawn from
+    speedup, tau   with bootstrap 95 % intervals over groups of prompts
     median         of the groups' speedups, each group of prompts weighing the same
     tau_response   mean over answers of each answer's tau, with its interval
     whole          speedup when prefill is counted too
@@ -76,6 +83,8 @@ class Row:
     method: str
     budget: int | str  # "auto", or drafted nodes
     prompts: int
+    answers: int
+    groups: int
     tokens: int
     speedup: Interval
     median: float
@@ -111,7 +120,7 @@ class Row:
     @property
     def broken(self) -> int:
         """Answers that differ from plain decoding by more than rounding, though they should not."""
-        return 0 if self.in_law else self.prompts - self.same - self.ties
+        return 0 if self.in_law else self.answers - self.same - self.ties
 
     @property
     def outside(self) -> bool:
@@ -127,16 +136,21 @@ class Row:
 
     @property
     def verdict(self) -> str | None:
-        """A miss in words; None where the method is faster than plain decoding beyond its interval."""
-        if self.method == PLAIN or self.speedup.low > 1.0:
+        """A miss in words; None where the method is faster than plain decoding beyond its interval, or where
+        one group of prompts says nothing about others."""
+        if self.method == PLAIN or not self.speedup.known or self.speedup.low > 1.0:
             return None
         value, low, high = self.speedup
         what = "slower than plain decoding" if high < 1.0 else "not told apart from plain decoding"
         return f"{self.name} on {self.where}: {what} ({value:.2f}×, 95 % interval {low:.2f} to {high:.2f})"
 
     def values(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "name": self.name, "verdict": self.verdict}
+        """For JSON, which has no NaN: bounds that are not known are null."""
+        bounds = {
+            name: [None if math.isnan(bound) else bound for bound in getattr(self, name)]
+            for name in ("speedup", "tau", "tau_response")
+        }
+        return {**asdict(self), **bounds, "name": self.name, "verdict": self.verdict}
 
 
 def summarise(items: Many[dict[str, Any]]) -> list[Row]:
@@ -187,9 +201,9 @@ def _row(name: str, pairs: list[_Pair]) -> Row:
     differences = [first for m in methods for first in m["divergence"]]
     survival = _survival(methods, rounds)
     # Seeds of one prompt are no independent prompts: they are added up before prompts are drawn.
-    by_prompts: dict[tuple[str, ...], list[_Pair]] = {}
+    by_prompts: dict[tuple[str, str], list[_Pair]] = {}
     for pair in pairs:
-        by_prompts.setdefault((pair.item["set"], *pair.item["ids"]), []).append(pair)
+        by_prompts.setdefault((pair.item["set"], pair.item["digest"]), []).append(pair)
     clusters = list(by_prompts.values())
     caches = [m["cache_bytes"] for m in methods if m["cache_bytes"] is not None]
     first = pairs[0]
@@ -199,7 +213,9 @@ def _row(name: str, pairs: list[_Pair]) -> Row:
         batch=first.item["batch"],
         method=first.method["method"],
         budget=first.method["budget"],
-        prompts=len(answers),
+        prompts=len({prompt for pair in pairs for prompt in prompts_of(pair.item)}),
+        answers=len(answers),
+        groups=len(clusters),
         tokens=tokens,
         speedup=bootstrap([np.sum([p.speeds for p in cluster], axis=0) for cluster in clusters], _speedup),
         median=statistics.median(float(_speedup(np.array(pair.speeds))) for pair in pairs),

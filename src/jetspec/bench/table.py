@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jetspec.bench.clock import PHASES
 from jetspec.bench.methods import OUTSIDE_PLAIN, PLAIN
-from jetspec.bench.summary import POOLED, Interval, Row
+from jetspec.bench.summary import ENOUGH, POOLED, Interval, Row
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +20,19 @@ LEGEND = (
     f"{SLOWER} slower than plain decoding, {EVEN} not told apart from it by the 95 % interval. "
     "Budgets do not count the root."
 )
+
+
+def legend(rows: Many[Row]) -> str:
+    """What the cells mean, and which intervals are drawn from too few groups of prompts."""
+    drafting = [row for row in rows if row.method != PLAIN]
+    few = list(dict.fromkeys(row.method for row in drafting if row.groups < ENOUGH))
+    if not few:
+        return LEGEND
+    of = "" if len(few) == len({row.method for row in drafting}) else f" of {', '.join(few)}"
+    return (
+        f"{LEGEND} Some intervals{of} are drawn from fewer than {ENOUGH} groups of prompts and rough; "
+        "from one group there is none, and no mark."
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ def main_grid(rows: Many[Row], skipped: dict[str, str], where: str) -> Grid:
     lines: list[tuple[str, ...]] = []
     for method, budget in dict.fromkeys((row.method, row.budget) for row in rows):
         found = [by_place.get((method, budget, name)) for name in sets]
-        title = next(row.name for row in found if row is not None)
+        title = next(row.name for row in found if row is not None) + _own_count(found, counts)
         if method == PLAIN:
             cells = ["–" if row is None else f"{row.per_second:.1f} tok/s" for row in found]
         else:
@@ -133,8 +146,17 @@ def main_grid(rows: Many[Row], skipped: dict[str, str], where: str) -> Grid:
     return Grid(f"Speedup / τ, {where}", ("method", *columns), lines)
 
 
+def _own_count(rows: Many[Row | None], counts: dict[str, int]) -> str:
+    """The prompts of a method, ` (2 a set)`, where they are fewer than the columns say."""
+    there = [row for row in rows if row is not None]
+    if all(row.prompts == counts.get(row.set, 0) for row in there):
+        return ""
+    own = sorted({row.prompts for row in there if row.set != POOLED})
+    return f" ({'–'.join(map(str, dict.fromkeys((own[0], own[-1]))))} a set)"
+
+
 def speed_cell(row: Row | None) -> str:
-    """`1.52×/2.31`, with a mark if it is no gain."""
+    """`1.52×/2.31`, with a mark if it is no gain; without one if a single group of prompts cannot tell."""
     if row is None:
         return "–"
     mark = "" if row.verdict is None else f" {SLOWER if row.speedup.high < 1.0 else EVEN}"
@@ -158,7 +180,7 @@ def detail_grid(rows: Many[Row], where: str) -> Grid:
             _interval(row.tau_response),
             f"{row.nodes_per_token:.2f}",
             cache,
-            "in law" if row.in_law else f"{row.same}/{row.prompts}{ties}{broken}",
+            "in law" if row.in_law else f"{row.same}/{row.answers}{ties}{broken}",
         ))  # fmt: skip
     columns = (
         "method",
@@ -222,7 +244,7 @@ def findings(rows: Many[Row], skipped: dict[str, str]) -> list[str]:
         if row.broken and row.set != POOLED:
             start = "" if row.outside else "NOT LOSSLESS: "
             lines.append(
-                f"{start}{row.name} on {row.where}: {row.broken} of {row.prompts} answers differ from plain"
+                f"{start}{row.name} on {row.where}: {row.broken} of {row.answers} answers differ from plain"
                 " decoding by more than rounding"
             )
     lines += _misses([row for row in rows if not row.outside])
@@ -250,4 +272,5 @@ def _misses(rows: Many[Row]) -> list[str]:
 
 
 def _interval(value: Interval) -> str:
-    return f"{value.value:.2f} ({value.low:.2f}–{value.high:.2f})"
+    bounds = f"{value.low:.2f}–{value.high:.2f}" if value.known else "–"
+    return f"{value.value:.2f} ({bounds})"

@@ -75,6 +75,7 @@ def bench(
         profile(model, threads=threads, json=json, quiet=quiet, no_color=no_color)
         return
     from jetspec.bench.methods import choose_methods
+    from jetspec.bench.record import Journal
     from jetspec.bench.run import Settings
 
     named = names_of(methods, "--methods")
@@ -88,11 +89,13 @@ def bench(
         ignore_eos=ignore_eos,
         outside_prompts=outside_prompts,
     )
-    screen = Screen(no_color=no_color, quiet=quiet or json)
+    screen = Screen(no_color=no_color, quiet=quiet)
     given = given_heads(head or [])
     questions = (
         [] if list_methods else find_questions(screen, sets, data, prompt_file or [], prompts, settings)
     )
+    if not list_methods:
+        Journal(out).check()
     use_threads(threads)
     screen.progress(f"loading {model}")
     from jetspec.bench.methods import Heads, sort_out
@@ -119,7 +122,7 @@ def table(
     """Print a run's tables as Markdown."""
     from jetspec.bench.record import footer
     from jetspec.bench.summary import summarise
-    from jetspec.bench.table import LEGEND, findings, grids
+    from jetspec.bench.table import findings, grids, legend
 
     screen = Screen()
     chosen = read_run(screen, records, run)
@@ -129,8 +132,9 @@ def table(
         return
     skipped = chosen.facts["arguments"].get("skipped", {})
     parts = [f"### {grid.title}\n\n{grid.markdown()}" for grid in grids(rows, skipped)]
-    parts += [LEGEND, "\n".join(f"- {line}" for line in findings(rows, skipped))]
-    parts += [f"Measured on {footer(chosen.facts)}; {chosen.facts['date']}; run {chosen.key}."]
+    parts += [legend(rows), "\n".join(f"- {line}" for line in findings(rows, skipped))]
+    state = f"; {chosen.unfinished}" if chosen.unfinished else ""
+    parts += [f"Measured on {footer(chosen.facts)}; {chosen.facts['date']}; run {chosen.key}{state}."]
     print("\n\n".join(filter(None, parts)))
 
 

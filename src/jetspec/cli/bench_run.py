@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jetspec.cli.interrupt import Interrupted
 from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
@@ -41,6 +42,7 @@ def find_questions(
     if files:
         if sets is not None or data is not None:
             raise OptionError("--prompt-file takes the place of --sets and --data; give one or the other")
+        _check_stems(files)
         return [question for path in files for question in read_file(path, count)]
     folder = find_data(data)
     if folder is None:
@@ -53,14 +55,31 @@ def find_questions(
         return builtin(count)
     if sets == "builtin":
         return builtin(count)
-    names = list(SETS) if sets is None else names_of(sets, "--sets")
+    names = list(SETS) if sets is None else list(dict.fromkeys(names_of(sets, "--sets")))
     if sets is None:
         names = [name for name in names if (folder / f"{name}.jsonl").is_file()]
         if not names:
             raise OptionError(
                 f"{folder} holds none of {', '.join(SETS)} as NAME.jsonl; name files with --sets"
             )
+    for name in names:
+        if not (folder / f"{name}.jsonl").is_file():
+            found = sorted(path.stem for path in folder.glob("*.jsonl"))
+            raise OptionError(
+                f"--sets names {name!r}, which {folder} lacks; valid: {', '.join(found)}, builtin"
+            )
     return read_questions(folder, names, count)
+
+
+def _check_stems(files: Many[Path]) -> None:
+    """Sets are named after their files. Raises OptionError if two have one name."""
+    by_stem: dict[str, Path] = {}
+    for path in files:
+        other = by_stem.setdefault(path.stem, path)
+        if other is not path:
+            raise OptionError(
+                f"--prompt-file gives two sets the name {path.stem!r}: {other} and {path}; rename one of them"
+            )
 
 
 def given_heads(values: list[str]) -> dict[str, str]:
@@ -167,8 +186,31 @@ def prepare(
                 usable.remove(method)
                 skipped[method.name] = str(error)
                 screen.note(f"jetspec: {method.name} is left out: {error}", style="")
+    usable = _with_variants(screen, usable, settings, places, skipped, named)
     journal = Journal(out, lambda text: screen.note(f"jetspec: {text}", style=""))
     return Bench(target, usable, places, settings, journal, library, skipped)
+
+
+def _with_variants(
+    screen: Screen,
+    usable: list[Method],
+    settings: Settings,
+    places: Heads,
+    skipped: dict[str, str],
+    named: Many[str],
+) -> list[Method]:
+    """The methods that a budget suits; see `methods.variants`. Raises OptionError if a named one has none."""
+    from jetspec.bench.methods import variants
+
+    there = {method for method, _ in variants(usable, settings.budgets, places)}
+    for method in usable:
+        if method not in there:
+            why = "it takes no budget but numbers, because its drafts must not be cut: add one to --budgets"
+            if method.name in named:
+                raise OptionError(f"method {method.name} cannot run: {why}")
+            skipped[method.name] = why
+            screen.note(f"jetspec: {method.name} is left out: {why}", style="")
+    return [method for method in usable if method in there]
 
 
 def measure(
@@ -184,6 +226,7 @@ def measure(
     from jetspec.bench.run import place_of, plan
     from jetspec.bench.runs import runs_of
     from jetspec.bench.summary import summarise
+    from jetspec.errors import DataError
 
     items = plan(questions, target, settings, lambda text: screen.note(f"jetspec: {text}", style=""))
     recorded = made.done()  # read in any case, so that nothing is added to a file of another kind
@@ -194,28 +237,36 @@ def measure(
             f"jetspec: {len(items) - len(missing)} of {len(items)} groups of prompts are recorded already"
         )
     try:
-        _watch(screen, made, missing)
+        _watch(screen, made, missing, len(items) - len(missing), hidden=json)
     except KeyboardInterrupt:
-        screen.note(f"jetspec: interrupted; what is done is kept in {made.journal.path}", style="")
-        raise
+        raise Interrupted(f"what is done is kept in {made.journal.path}") from None
     wanted = {item.place for item in items}
-    run = next(run for run in reversed(runs_of(made.journal.read())) if run.key == made.key)
+    run = next((run for run in runs_of(made.journal.read()) if run.key == made.key), None)
+    if run is None:
+        raise DataError(
+            f"{made.journal.path} no longer holds this run, so it was deleted or replaced while measuring; "
+            "measure again, and leave the file where it is"
+        )
     rows = summarise([record for record in run.items if place_of(record) in wanted])
     show(screen, run, rows, json)
     if any(row.broken for row in rows if not row.outside):
         raise typer.Exit(1)
 
 
-def _watch(screen: Screen, made: Bench, missing: list[Item]) -> None:
-    """Run under a progress bar with the time that is left; without a terminal, a line now and then."""
-    on_terminal = screen.err.is_terminal and not screen.quiet
+def _watch(screen: Screen, made: Bench, missing: list[Item], done: int, hidden: bool) -> None:
+    """Run under a progress bar with the time that is left; without a terminal, a line now and then.
+
+    done: groups that were asked for and are recorded already. hidden: show no progress.
+    """
+    hidden = hidden or screen.quiet
+    on_terminal = screen.err.is_terminal and not hidden
     start = last = time.monotonic()
-    with new_bar(screen.err, elapsed=True, hidden=screen.quiet, transient=True) as bar:
+    with new_bar(screen.err, elapsed=True, hidden=hidden, transient=True) as bar:
         task = bar.add_task("measuring", total=len(missing))
-        for number, item in enumerate(made.run(missing), start=1):
+        for number, item in enumerate(made.run(missing, done), start=1):
             bar.update(task, advance=1, description=f"{item.set}, T = {item.temperature:g}")
             now = time.monotonic()
-            if not on_terminal and now - last > 60:
+            if not on_terminal and not hidden and now - last > 60:
                 left = (now - start) / number * (len(missing) - number) / 60
                 screen.note(f"jetspec: {number} of {len(missing)} groups, about {left:.0f} min left")
                 last = now
@@ -225,7 +276,7 @@ def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:
     """Tables of a run, its misses, and where the numbers come from."""
     from jetspec.bench.record import footer
     from jetspec.bench.runs import volume
-    from jetspec.bench.table import LEGEND, findings, grids
+    from jetspec.bench.table import findings, grids, legend
 
     skipped = run.facts["arguments"].get("skipped", {})
     lines = findings(rows, skipped)
@@ -233,6 +284,7 @@ def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:
         screen.json(
             {
                 "key": run.key,
+                "unfinished": run.unfinished,
                 "run": run.facts,
                 "rows": [row.values() for row in rows],
                 "findings": lines,
@@ -244,7 +296,7 @@ def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:
         return
     for grid in grids(rows, skipped, depths=False):
         screen.grid(grid)
-    for line in [LEGEND, *lines, volume(run), footer(run.facts), f"run {run.key}, {run.facts['date']}"]:
+    for line in [legend(rows), *lines, volume(run), footer(run.facts), f"run {run.key}, {run.facts['date']}"]:
         screen.line(line)
 
 
@@ -265,8 +317,10 @@ def list_methods(screen: Screen, target: Target, places: Heads, assistant: str |
     if json:
         screen.json({"model": target.name, "methods": listed})
         return
+    widths = {key: max(len(str(entry[key])) for entry in listed) for key in ("method", "about")}
     for entry in listed:
-        screen.line(f"{entry['method']:<14}  {entry['about']:<52}  {entry['state']}")
+        cells = [f"{entry[key]:<{width}}" for key, width in widths.items()]
+        screen.line("  ".join([*cells, str(entry["state"])]))
 
 
 def read_run(screen: Screen, records: list[Path], key: str | None) -> Run:
@@ -280,4 +334,7 @@ def read_run(screen: Screen, records: list[Path], key: str | None) -> Run:
         if not path.is_file():
             raise DataError(f"{path} is no file of records; jetspec bench --out writes one")
         found += Journal(path, lambda text: screen.note(f"jetspec: {text}", style="")).read()
-    return choose_run(runs_of(found), key, " ".join(map(str, records)))
+    run = choose_run(runs_of(found), key, " ".join(map(str, records)))
+    if run.unfinished:
+        screen.note(f"jetspec: run {run.key}: {run.unfinished}; the same command goes on", style="")
+    return run

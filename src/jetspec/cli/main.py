@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO, cast
 
+from jetspec.cli.interrupt import Interrupted
 from jetspec.errors import OptionError, UserError
 
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
@@ -31,12 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    kept = ""
     try:
         _prepare_streams()
         code = _run(argv)
         sys.stdout.flush()  # here, where a full disk can still be reported
     except UserError as error:
         return _fail(str(error))
+    except Interrupted as stop:
+        code, kept = INTERRUPTED, f"; {stop}"
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
@@ -55,7 +59,7 @@ def _main(argv: Sequence[str]) -> int:
         _discard_output()
         line_break = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
         with contextlib.suppress(OSError):
-            print(f"{line_break}jetspec: interrupted", file=sys.stderr)
+            print(f"{line_break}jetspec: interrupted{kept}", file=sys.stderr)
     return code
 
 
