@@ -105,7 +105,7 @@ class SecondPass:
         """Of the children of each node in `inner`."""
         backbone = self.drafter.backbone
         states, open_states = run_again(backbone, sequence.id, tree, inner)
-        logits = backbone.logits(open_states).float()  # [n, Vd]
+        logits = backbone.output(open_states).float()  # [n, Vd]
         rows = scorer_terms(self.drafter.scorer, tree, inner, states, open_states)
         if rows is not None:
             terms, child_rows = rows

@@ -104,7 +104,6 @@ def follow(drafter: BlockDrafter, answers: list[Answer], budget: int) -> list[Ro
 def fit_weights(drafter: BlockDrafter, answers: list[Answer], stride: int) -> list[dict[str, float]]:
     """(a, b) of every depth, by maximum likelihood of the token that was drawn, given the true path before
     it; tokens outside the draft vocabulary are left out."""
-    drafter.extend(())
     scorer, vocab = drafter.scorer, drafter.noise.vocab
     if not isinstance(scorer, MarkovScorer):
         raise OptionError("--fit needs a head with a vanilla or gated scorer")

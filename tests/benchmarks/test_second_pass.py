@@ -66,7 +66,6 @@ def test_second_pass_equals_training_with_revealed_slots(target: Target, kind: s
         parts |= {"direct": False, "slot_embedding": False}
     vocab = torch.arange(0, 200, 2)
     head = BlockDrafter(random_head(target, vocab=vocab, **parts), target)
-    head.text_ids = None  # training knows the vocabulary alone
     answer = texts(target)[2]
     assert answer.first == ROOT + 1
     walk = replay.Walk(head, 0, answer._replace(prompt_len=3))

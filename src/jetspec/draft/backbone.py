@@ -67,8 +67,6 @@ class Backbone:
         )  # [layers * kv_heads, head_dim]
         self.native = NativeStack.build(model, self.layers, dtype, device)
         self.output = Linear(in_half(matrix[vocab]))
-        self._matrix = matrix
-        self._tail: Tensor | None = None
         self.direct = Linear(weights["direct_proj.weight"]) if config.direct else None
         self.mask_row = self.embed(torch.tensor([config.mask_token_id], device=device))  # [1, H]
         self._empty_block = self.mask_row.repeat(config.block_size, 1)  # [block, H], the root's row not in it
@@ -104,19 +102,13 @@ class Backbone:
         if key in self.cache:
             self.cache.free(key)
 
-    def extend(self, ids: Tensor) -> None:
-        """Logits get columns for the ids [n] too, behind those of the vocabulary; in the place of the last
-        ones.
-        """
-        self._tail = in_half(self._matrix[ids]) if len(ids) else None  # [n, H]
-
     @torch.inference_mode()
     def forward(self, keys: Many[int], roots: Many[int]) -> tuple[Tensor, Tensor]:
         """Draft one block per sequence.
 
         Returns:
             hidden [B, D, H], the normed states of the slots that predict depths 1..D, and their logits
-            [B, D, Vd] before any path scorer, those of `extend` included.
+            [B, D, Vd] before any path scorer.
         """
         for key in keys:
             if key not in self.cache:  # a prompt of one token has no context yet
@@ -137,13 +129,8 @@ class Backbone:
             self.cache.keep(key, [])  # the block's rows do not persist
         x = x.view(len(keys), block, -1)[:, self.config.first_slot :]
         hidden = rms_norm(x, self.weights["norm.weight"], self.model.rms_norm_eps)
-        logits = self.logits(hidden.reshape(-1, hidden.shape[-1]))
+        logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
         return hidden, logits.view(len(keys), self.config.depth, -1)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Normed states [n, H] to logits [n, Vd]."""
-        found = self.output(states)
-        return found if self._tail is None else torch.cat([found, states @ self._tail.T], dim=-1)
 
     def _slots(self, keys: Many[int], roots: Many[int]) -> Tensor:
         """The block's input: the root's embedding, then mask embeddings, plus the optional parts."""

@@ -95,10 +95,6 @@ class ConfidentScorer:
         rows = head.weights["markov_head.markov_w1.weight"] if len(self._by_row) else None
         self._rows = None if rows is None else rows.to(device, dtype)
 
-    def extend(self, ids: Tensor) -> None:
-        """A tail of ids [n]."""
-        self._inner.extend(ids)
-
     @torch.inference_mode()
     def proposals(
         self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None

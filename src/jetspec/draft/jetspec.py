@@ -19,7 +19,6 @@ from jetspec.draft.fit import check_fits_target
 from jetspec.draft.path_scorer import Marginals, MarkovScorer, Scorer
 from jetspec.draft.recurrent import RecurrentScorer
 from jetspec.draft.shared_noise import NoiseWeights, SharedNoise
-from jetspec.draft.text_ids import TextIds
 from jetspec.errors import HeadError
 from jetspec.sequence import Sequence
 from jetspec.target.target import Target
@@ -34,8 +33,6 @@ class BlockDrafter:
                   over a DFlash head's marginals is DDTree (arXiv 2604.12989)
     shared_noise  whether requests above temperature 0 are drafted with the target's own noise in view; the
                   text is the same either way, see `jetspec.draft.shared_noise`
-    text_ids      the ids of each request's text that the draft vocabulary lacks, which are drafted too; None
-                  drafts the vocabulary alone
 
     Args:
         confidence_threshold: nodes below which the confidence head sees less than this chance of acceptance
@@ -62,11 +59,8 @@ class BlockDrafter:
         self.scorer = make_scorer(head, vocab, target.dtype, target.device, confidence_threshold)
         self.scorer_seconds = 0.0  # from logits to proposals, for profiles
         self.shared_noise = shared_noise
-        size = target.config.vocab_size
-        self.noise = SharedNoise(vocab, head.config.depth, size, NoiseWeights.of(head.manifest))
-        leave = set(target.tokenizer.special_ids) if target.tokenizer is not None else set()
-        self.text_ids = TextIds(vocab, leave) if len(vocab) < size else None
-        self._tail: tuple[int, ...] = ()
+        weights, size = NoiseWeights.of(head.manifest), target.config.vocab_size
+        self.noise = SharedNoise(vocab, head.config.depth, size, weights)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -81,45 +75,16 @@ class BlockDrafter:
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
         """One forward for the batch; one proposal per sequence."""
         roots = [s.root for s in sequences]
-        own = self._extend(sequences)
         hidden, logits = self.backbone.forward([s.id for s in sequences], roots)
-        if own is not None:
-            with torch.inference_mode():
-                logits[:, :, -own.shape[1] :].masked_fill_(~own.unsqueeze(1), -torch.inf)
         start = time.perf_counter()
         draws = self.noise.draws(sequences) if self.shared_noise else None
         proposals = self.scorer.proposals(hidden, logits, roots, draws)
         self.scorer_seconds += time.perf_counter() - start
         return proposals
 
-    def _extend(self, sequences: Many[Sequence]) -> Tensor | None:
-        """Add the ids of the sequences' texts to the vocabulary, one sequence's behind the other's. Returns
-        whose they are [B, n], where they are not all of one sequence.
-        """
-        ids = [] if self.text_ids is None else self.text_ids.of(sequences)
-        tail = tuple([token for found in ids for token in found])
-        self.extend(tail)
-        if not tail or len(ids) == 1:
-            return None
-        device = self.noise.vocab.device
-        counts = torch.tensor([len(found) for found in ids], device=device)
-        numbers = torch.arange(len(ids), device=device)
-        return numbers.unsqueeze(1) == numbers.repeat_interleave(counts)
-
-    def extend(self, tail: tuple[int, ...]) -> None:
-        """Draft these ids, too, in the place of the vocabulary's last tail; `propose` does this itself."""
-        if tail == self._tail:
-            return
-        ids = torch.tensor(tail, dtype=torch.int64, device=self.noise.vocab.device)
-        for part in (self.backbone, self.scorer, self.noise):
-            part.extend(ids)
-        self._tail = tail
-
     def free(self, key: int) -> None:
         """Forget a sequence."""
         self.backbone.free(key)
-        if self.text_ids is not None:
-            self.text_ids.free(key)
 
 
 def make_scorer(

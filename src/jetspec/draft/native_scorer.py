@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from jetspec.target.packed import PANEL, MatrixStruct, PackedMatrix, library
+from jetspec.target.packed import MatrixStruct, PackedMatrix, library
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,7 +33,6 @@ class _HeadStruct(ctypes.Structure):
         ("child_rows", ctypes.c_void_p),
         ("vocab", ctypes.c_void_p),
         ("children", MatrixStruct),
-        ("more", MatrixStruct),
         ("state_gate", MatrixStruct),
         ("row_gate", MatrixStruct),
     )
@@ -73,8 +72,6 @@ class NativeMarkov:
         child_rows: [Vd, r], by row of the draft vocabulary; `children` is the same, packed.
         vocab: ids [Vd], each below V.
         gate: [r, H + r] and its bias [r], or None for the vanilla form.
-
-    The vocabulary may get a tail that changes, see `extend`.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class NativeMarkov:
     ) -> None:
         self._parent_rows, self._child_rows = parent_rows.contiguous(), child_rows.contiguous()
         self._children, self._vocab = children, vocab.contiguous()
-        self._more, self._more_rows = MatrixStruct(), torch.empty(0)
         self._rank = parent_rows.shape[1]
         self._gates: tuple[PackedMatrix, PackedMatrix] | None = None
         if gate is not None:
@@ -109,20 +105,6 @@ class NativeMarkov:
         if children is None:
             return None
         return NativeMarkov(parent_rows, child_rows, children, vocab, gate)
-
-    def extend(self, child_rows: Tensor, vocab: Tensor) -> None:
-        """Rows [Vd + n, r] and ids [Vd + n] of the vocabulary with a tail of n, which takes the place of the
-        last one.
-        """
-        base = self._children.n
-        self._child_rows, self._vocab = child_rows.contiguous(), vocab.contiguous()
-        count = len(vocab) - base
-        self._more, self._more_rows = MatrixStruct(), torch.empty(0)
-        if count:
-            rows = torch.nn.functional.pad(self._child_rows[base:], (0, 0, 0, -count % PANEL))
-            # As `jetspec_pack` lays out float32; too small and too short-lived for the arena of weights.
-            self._more_rows = rows.view(-1, PANEL, self._rank).transpose(1, 2).contiguous()
-            self._more = MatrixStruct(self._more_rows.data_ptr(), None, count, self._rank, 0, 0)
 
     def tables(
         self,
@@ -183,7 +165,6 @@ class NativeMarkov:
             self._child_rows.data_ptr(),
             self._vocab.data_ptr(),
             self._children.struct,
-            self._more,
             state_gate,
             row_gate,
         )

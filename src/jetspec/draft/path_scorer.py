@@ -38,12 +38,6 @@ def expected_rows(base: Tensor, root_rows: Tensor, parent_rows: Tensor, vocab: T
 class Scorer(Protocol):
     """What turns a block's states and logits into proposals."""
 
-    def extend(self, ids: Tensor) -> None:
-        """The draft vocabulary gets a tail of ids [n], in the place of the last one; logits that follow have
-        columns for them.
-        """
-        ...
-
     def proposals(
         self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
     ) -> list[Proposal]:
@@ -58,11 +52,7 @@ class Marginals:
     """No scorer: children of a depth share one distribution (the published JetSpec and DFlash)."""
 
     def __init__(self, vocab: Tensor) -> None:
-        self.vocab = self._base = vocab
-
-    def extend(self, ids: Tensor) -> None:
-        """A tail of ids [n]."""
-        self.vocab = torch.cat([self._base, ids])
+        self.vocab = vocab
 
     def proposals(
         self, hidden: Tensor, logits: Tensor, roots: list[int], draws: Draws | None = None
@@ -73,38 +63,6 @@ class Marginals:
         tokens = self.vocab[index].cpu().numpy()  # [B, D, K]
         scores = logps.cpu().numpy()
         return [MarginalProposal(t, s) for t, s in zip(tokens, scores, strict=True)]
-
-
-class ChildRows:
-    """A scorer's rows of the ids that may be drafted: of the draft vocabulary, then of a tail that changes.
-
-    ids [Vd + n]; rows [Vd + n, r]. Both are views of memory that the next `extend` may write to.
-
-    Args:
-        table: [V, r], by token id; vocab: [Vd].
-    """
-
-    def __init__(self, table: Tensor, vocab: Tensor) -> None:
-        # A head without a reduced vocabulary never gets a tail, so it need not keep a second table.
-        self._table = table if len(vocab) < len(table) else None
-        self._base = len(vocab)
-        self.ids, self.rows = vocab, table[vocab]
-        self._room: tuple[Tensor, Tensor] | None = None
-
-    def extend(self, ids: Tensor) -> None:
-        """A tail of ids [n] in the place of the last one."""
-        base, count = self._base, len(ids)
-        assert self._table is not None or not count
-        if self._room is None or len(self._room[0]) < base + count:
-            old = self.ids[:base], self.rows[:base]
-            room = base + 2 * count + 64
-            self._room = old[0].new_empty(room), old[1].new_empty(room, self.rows.shape[1])
-            for to, part in zip(self._room, old, strict=True):
-                to[:base] = part
-        self.ids, self.rows = (part[: base + count] for part in self._room)
-        if self._table is not None:
-            self.ids[base:] = ids
-            self.rows[base:] = self._table[ids]
 
 
 class MarkovScorer:
@@ -122,30 +80,15 @@ class MarkovScorer:
             for name, tensor in head.weights.items()
             if name.startswith("markov_head.")
         }
+        self.vocab = vocab
         self.parent_rows = weights["markov_head.markov_w1.weight"]  # [V, r], by token id
-        self._children = ChildRows(weights["markov_head.markov_w2.weight"], vocab)
-        self.to_children = Linear(self.child_rows)  # those of the draft vocabulary
+        self.child_rows = weights["markov_head.markov_w2.weight"][vocab]  # [Vd, r]
+        self.to_children = Linear(self.child_rows)
         self.gate = weights.get("markov_head.gate_proj.weight")  # [r, H + r]
         self.gate_bias = weights.get("markov_head.gate_proj.bias")
         gate = None if self.gate is None else (self.gate, weights["markov_head.gate_proj.bias"])
         packed = self.to_children.native
         self.native = NativeMarkov.build(self.parent_rows, self.child_rows, packed, vocab, gate)
-
-    @property
-    def vocab(self) -> Tensor:
-        """Ids [Vd] that may be drafted, the tail included."""
-        return self._children.ids
-
-    @property
-    def child_rows(self) -> Tensor:
-        """Their rows [Vd, r]."""
-        return self._children.rows
-
-    def extend(self, ids: Tensor) -> None:
-        """A tail of ids [n]."""
-        self._children.extend(ids)
-        if self.native is not None:
-            self.native.extend(self.child_rows, self.vocab)
 
     @torch.inference_mode()
     def proposals(
@@ -166,7 +109,7 @@ class MarkovScorer:
         root_rows = self.parent_rows[torch.tensor(roots, device=base.device)]  # [B, r]
         expected = expected_rows(base, root_rows, self.parent_rows, self.vocab)  # [B, D, r]
         terms = self._gated(expected.unsqueeze(2), gates).squeeze(2)  # [B, D, r]
-        marginal = base + scaled(self._added(terms).float(), draws)
+        marginal = base + scaled(self.to_children(terms.flatten(0, 1)).view_as(base).float(), draws)
         logps = marginal.log_softmax(-1)
         top, index = logps.topk(min(CANDIDATES, base.shape[-1]), dim=-1)  # [B, D, K]
         cover = top.logsumexp(-1)  # [B, D], log of the mass of the candidates
@@ -178,14 +121,6 @@ class MarkovScorer:
         scores = base[:, 1:].gather(-1, index[:, 1:]).unsqueeze(2) + scaled(bias.float(), draws, 1)
         conditional = scores.log_softmax(-1) + cover[:, 1:, None, None]
         return MarkovTables(candidates.cpu().numpy(), top[:, 0].cpu().numpy(), conditional.cpu().numpy())
-
-    def _added(self, terms: Tensor) -> Tensor:
-        """[B, D, r] to [B, D, Vd], the tail's columns included."""
-        rows = terms.flatten(0, 1)
-        added = self.to_children(rows)
-        if len(self.child_rows) > added.shape[-1]:
-            added = torch.cat([added, rows @ self.child_rows[added.shape[-1] :].T], dim=-1)
-        return added.view(*terms.shape[:2], -1)
 
     def _state_gate(self, hidden: Tensor) -> Tensor | None:
         if self.gate is None:

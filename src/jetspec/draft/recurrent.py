@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jetspec.draft import path_scorer
 from jetspec.draft.checkpoint import Head
-from jetspec.draft.path_scorer import ChildRows, expected_rows
+from jetspec.draft.path_scorer import expected_rows
 from jetspec.draft.shared_noise import Draws, scaled
 from jetspec.errors import HeadError
 from jetspec.tree.proposal import NO_CHILDREN, Children, Proposal
@@ -117,26 +117,13 @@ class RecurrentScorer:
             if name.startswith("markov_head.")
         }
         rank = head.config.rank
+        self.vocab = vocab
         self.parent_rows = weights["markov_w1.weight"]  # [V, r], by token id
-        self._children = ChildRows(weights["markov_w2.weight"], vocab)
+        self.child_rows = weights["markov_w2.weight"][vocab]  # [Vd, r]
         joint = weights["joint_proj.weight"]  # [3r, 2r + H]
         self._path, self._slot = joint[:, : 2 * rank], joint[:, 2 * rank :]
         self._bias = weights["joint_proj.bias"]
         self._path_table = _floats(self._path)
-
-    @property
-    def vocab(self) -> Tensor:
-        """Ids [Vd] that may be drafted, the tail included."""
-        return self._children.ids
-
-    @property
-    def child_rows(self) -> Tensor:
-        """Their rows [Vd, r]."""
-        return self._children.rows
-
-    def extend(self, ids: Tensor) -> None:
-        """A tail of ids [n]."""
-        self._children.extend(ids)
 
     @torch.inference_mode()
     def proposals(

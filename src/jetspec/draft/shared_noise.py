@@ -147,7 +147,6 @@ class SharedNoise:
 
     def __init__(self, vocab: Tensor, depth: int, size: int, weights: NoiseWeights | None = None) -> None:
         self.vocab, self.depth, self.size = vocab, depth, size
-        self._base = vocab
         self._place = torch.full((size,), -1, dtype=torch.int64, device=vocab.device)  # id -> row of `vocab`
         self._place[vocab] = torch.arange(len(vocab), device=vocab.device)
         self.weigh(weights if weights is not None else NoiseWeights())
@@ -157,12 +156,6 @@ class SharedNoise:
         pairs = [weights.at(d) for d in range(1, self.depth + 1)]
         self._plain = all(a == 1.0 for a, _ in pairs)
         self._weights = torch.tensor(pairs, device=self.vocab.device).unsqueeze(-1)  # [D, 2, 1]
-
-    def extend(self, ids: Tensor) -> None:
-        """The vocabulary gets a tail of ids [n], in the place of the last one."""
-        self._place[self.vocab[len(self._base) :]] = -1
-        self.vocab = torch.cat([self._base, ids])
-        self._place[ids] = torch.arange(len(self._base), len(self.vocab), device=ids.device)
 
     def draws(self, sequences: Many[Sequence]) -> Draws | None:
         """What is known behind the sequences' roots; None if all are greedy, so that nothing need be done."""

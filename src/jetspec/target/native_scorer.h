@@ -17,7 +17,7 @@ typedef struct {
     const float *parent_rows;                        /* [V][r], by token id */
     const float *child_rows;                         /* [Vd][r] */
     const int64_t *vocab;                            /* [Vd], ids */
-    matrix children, more;                           /* child_rows, packed: the first ones, and the rest; no data: none */
+    matrix children;                                 /* child_rows, packed */
     matrix state_gate, row_gate;                     /* [r][H] with the bias, [r][r]; no data: no gate */
 } markov_head;
 
@@ -201,7 +201,6 @@ static void score_stages(const markov_head *h, const markov_job *j, markov_share
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tasks; t++) expected_term(h, j, w, s, t);
     product(&h->children, w->terms, w->row, tasks, STORE, w->added, h->width, id, threads, 0);
-    if (h->more.data) product(&h->more, w->terms, w->row, tasks, STORE, w->added + h->children.n, h->width, id, threads, 0);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tasks; t++) choose(h, j, w, s, t);

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jetspec.target.native import load_library
 
-PANEL = 32
+_PANEL = 32
 _ALIGNMENT = 64  # bytes
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORE, ADD, GATE = 0, 1, 2
@@ -125,10 +125,10 @@ class PackedMatrix:
         bias = bias.float()
         if self.gated:
             half = self.n // 2
-            padding = -half % (PANEL // 2)
+            padding = -half % (_PANEL // 2)
             halves = torch.nn.functional.pad(bias.view(2, half), (0, padding))
-            return halves.view(2, -1, PANEL // 2).transpose(0, 1).reshape(-1).contiguous()
-        return torch.nn.functional.pad(bias, (0, -self.n % PANEL)).contiguous()
+            return halves.view(2, -1, _PANEL // 2).transpose(0, 1).reshape(-1).contiguous()
+        return torch.nn.functional.pad(bias, (0, -self.n % _PANEL)).contiguous()
 
 
 def narrowest(weight: Tensor) -> Tensor:

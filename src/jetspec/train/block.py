@@ -130,10 +130,8 @@ class BlockMethod:
         return self.module.to_head(self.vocab, manifest)
 
     def drafter(self) -> BlockDrafter:
-        """The head as it is now, on its target. As in `validation`, the draft vocabulary is all it drafts."""
-        drafter = BlockDrafter(self.head(), self.target)
-        drafter.text_ids = None
-        return drafter
+        """The head as it is now, on its target."""
+        return BlockDrafter(self.head(), self.target)
 
     def save(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Write the head's folder, in half precision."""
