@@ -28,7 +28,8 @@ bench: $(STAMP) ## measure the forward's cost and all methods here; results go t
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/jetspec bench --methods jetspec-tree,jetspec-chain,hf-generate,hf-lookup --budgets 8,16,auto --tokens 128 --outside-prompts 2 \
 		--out benchmarks/results/bench.jsonl
-	$(BIN)/jetspec bench --heads heads/smollm2-135m --temperatures 0,1 --out benchmarks/results/bench.jsonl
+	$(BIN)/jetspec bench --heads heads/smollm2-135m --temperatures 0,1 --outside-prompts 1 \
+		--out benchmarks/results/bench.jsonl
 	$(BIN)/python benchmarks/table.py
 
 clean: ## remove caches and build outputs; .venv, data and runs stay

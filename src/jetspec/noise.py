@@ -145,12 +145,11 @@ _rows = _Rows(_KEPT_BYTES)
 def noise_of(seeds: Sequence[int], positions: Sequence[int], ids: Tensor, vocab: int) -> Tensor:
     """The noise [n, k] of some ids [k] of a vocabulary, for pairs of seed and position [n].
 
-    On the processor it is taken out of rows that are kept, where they have room: the target will ask for the
-    same rows.
+    On the processor it is taken out of rows that are kept, where the call's own float32 rows fill no more
+    than half of that room: the target will ask for the same rows.
     """
-    where = torch.tensor(positions, device=ids.device)
-    if ids.device.type != "cpu" or 8 * len(seeds) * vocab > _KEPT_BYTES:
-        return gumbel_noise(seeds, where, ids)
+    if ids.device.type != "cpu" or 4 * len(seeds) * vocab > _KEPT_BYTES // 2:
+        return gumbel_noise(seeds, torch.tensor(positions, device=ids.device), ids)
     chosen = ids.numpy()
     found = np.empty((len(seeds), len(chosen)), np.float32)
     for own, row in zip(found, _rows.get(seeds, positions, vocab), strict=True):

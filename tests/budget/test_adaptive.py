@@ -4,9 +4,9 @@ import pytest
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import Calibration, Group, Knot
 from jetspec.budget.fixed import FixedBudget
 from jetspec.budget.knowledge import Knowledge
+from jetspec.budget.maps import Calibration, Group, Knot
 from jetspec.budget.profile import Measurement
 from jetspec.budget.store import CostFile
 from jetspec.sequence import Limits, Sequence

@@ -10,23 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetspec.budget.calibrate import (
-    Calibration,
-    Group,
-    Knot,
-    Ratios,
-    Sample,
-    chances,
-    fit,
-    from_values,
-    judge,
-    reliability,
-    spines,
-    to_values,
-)
+from jetspec.budget.calibrate import Sample, fit, judge, reliability
 from jetspec.budget.calibration_file import FILE, load_calibration, save_calibration
 from jetspec.budget.early import fit_early
 from jetspec.budget.isotonic import isotonic
+from jetspec.budget.maps import Calibration, Group, Knot, Ratios, chances, from_values, spines, to_values
 from jetspec.budget.plan import keep, rank
 from jetspec.tree import GROW, MarginalProposal, Tree
 from tests.budget.world import Head

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jetspec.budget.calibrate import Calibration
 from jetspec.budget.calibration_file import load_calibration
 from jetspec.budget.choose import knowledge_of
+from jetspec.budget.maps import Calibration
 from jetspec.decode.calibration import calibrate
 from jetspec.draft.checkpoint import save_head
 from jetspec.draft.config import HeadConfig

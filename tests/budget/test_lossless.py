@@ -13,8 +13,8 @@ import pytest
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import chances
 from jetspec.budget.knowledge import Knowledge
+from jetspec.budget.maps import chances
 from jetspec.budget.plan import keep, rank
 from jetspec.budget.profile import Measurement
 from jetspec.decode.engine import Engine

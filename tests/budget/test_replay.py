@@ -11,9 +11,9 @@ import pytest
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
-from jetspec.budget.calibrate import LAST, STEPS, Calibration, Group, Knot, Ratios
 from jetspec.budget.cost import CostModel, RoundSize
 from jetspec.budget.knowledge import Knowledge
+from jetspec.budget.maps import LAST, STEPS, Calibration, Group, Knot, Ratios
 from jetspec.budget.profile import Measurement
 from jetspec.budget.turn import Turn
 from jetspec.tree import GROW, Tree

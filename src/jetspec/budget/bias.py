@@ -47,9 +47,7 @@ class Bias:
     def see(self, drafted: bool, ratio: float) -> None:
         """A round of so many times the modelled seconds."""
         own, other = math.log(max(ratio, 1e-3)), not drafted
-        if not self._since[
-            other
-        ]:  # the kind changes; usual rounds are not compared twice with an unusual one
+        if not self._since[other]:  # the kind changes; an unusual round is compared once with usual ones
             gap = own - self._mean[other] if drafted else self._mean[other] - own
             self.samples += 1
             share = max(1.0 / (self.samples + _PRIOR), _LEAST_SHARE)

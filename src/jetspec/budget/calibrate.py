@@ -13,9 +13,6 @@ import numpy.typing as npt
 
 from jetspec.budget.isotonic import isotonic
 from jetspec.budget.maps import KINDS, LAST, STEPS, Calibration, Group, Knot, chances, spines, tabulate
-from jetspec.budget.maps import Ratios as Ratios  # with the others, the maps' names are found here too
-from jetspec.budget.maps import from_values as from_values
-from jetspec.budget.maps import to_values as to_values
 from jetspec.tree import Tree
 
 _LEAST = 1e-6

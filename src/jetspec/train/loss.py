@@ -27,7 +27,7 @@ from jetspec.train.weighting import LossOptions
 
 CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache with a reduced vocabulary
 _CHUNK_LOGITS = 2**24  # and take no more than 64 MB with a whole one
-_PART_LOGITS = 2**17
+_PART_LOGITS = 2**17  # of a few rows of a chunk: 512 kB stay in a core's own cache
 
 Pairs: TypeAlias = Many[tuple[Tensor, Tensor]]
 
