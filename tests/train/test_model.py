@@ -246,7 +246,7 @@ def test_who_sees_whom_inside_a_block(target: Target, shape: str) -> None:
 
 def test_another_block_has_no_effect(target: Target) -> None:
     """Guards the border between blocks of one answer: moving one anchor, and so its whole block, leaves the
-    states of the others bitwise as they are."""
+    states of the others as they are, but for rounding: how long a context is looked at depends on all."""
     for shape in SHAPES.values():
         module = module_of(random_head(target, **shape), target)
         before = module(batch_of(corpus())).detach()
@@ -255,7 +255,7 @@ def test_another_block_has_no_effect(target: Target) -> None:
             anchors[:, column] = torch.tensor([6, 1, 3])
             after = module(batch_of(corpus(), anchors)).detach()
             others = [n for n in range(3) if n != column]
-            assert torch.equal(after[:, others], before[:, others])
+            assert (after[:, others] - before[:, others]).abs().max() < CLOSE
             assert (after[:, column] - before[:, column]).abs().amax(-1).min() > 0.01
 
 

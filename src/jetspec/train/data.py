@@ -151,8 +151,8 @@ def batches_at(
     """The batch of a training step, in parts of `part` answers: the next `answers` of this epoch's order,
     `anchors` roots in each.
 
-    Anchors are drawn at random, without replacement as far as an answer has enough of them. Answers of like
-    length share a part, to save padding.
+    Anchors are drawn at random, without replacement as far as an answer has enough of them, and ascend.
+    Answers of like length share a part, to save padding.
 
     share: (i, n) gives every n-th answer of the batch from the i-th on, with the anchors that it has in the
         whole batch.
@@ -170,7 +170,7 @@ def batches_at(
         first, count = entry.prompt_len - 1, entry.length - entry.prompt_len
         rounds = -(-anchors // count)
         picks = torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])[:anchors]
-        drawn.append(first + picks)
+        drawn.append(first + picks.sort().values)
     shown = [_reveal(e, a, len(weights), reveal, generator) for e, a in zip(entries, drawn, strict=True)]
     own = slice(share[0], None, share[1])
     entries, drawn, shown = entries[own], drawn[own], shown[own]

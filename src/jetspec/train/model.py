@@ -21,6 +21,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.draft.config import HeadConfig
 from jetspec.draft.recurrent import recurrence
 from jetspec.target.rope import RotaryTable, rotate
+from jetspec.train.attention import block_attention
 from jetspec.train.data import Batch
 
 
@@ -65,9 +66,8 @@ class HeadModule(nn.Module):
         block_rotary = cos.squeeze(1).unsqueeze(-2), sin.squeeze(1).unsqueeze(-2)  # [n, A, block, 1, dim]
         rows = torch.arange(batch.taps.shape[1], device=device)
         context_rotary = self._rotary.at(rows, longest)
-        hidden_rows = rows >= batch.anchors.unsqueeze(-1)  # [n, A, T], True = not visible
         for index in range(model.num_layers):
-            x = self._layer(index, x, context, block_rotary, context_rotary, hidden_rows)
+            x = self._layer(index, x, context, block_rotary, context_rotary, batch.anchors)
         return self._norm(x[:, :, self.config.first_slot :], "norm.weight")
 
     def terms(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -123,37 +123,17 @@ class HeadModule(nn.Module):
         context: Tensor,
         block_rotary: tuple[Tensor, ...],
         context_rotary: tuple[Tensor, Tensor],
-        hidden_rows: Tensor,
+        anchors: Tensor,
     ) -> Tensor:
-        model, name = self.model, f"layers.{index}."
-        n, anchors, block, _ = x.shape
-        kv, dim = model.num_kv_heads, model.head_dim
-        groups = model.num_heads // kv
+        name = f"layers.{index}."
         h = self._norm(x, name + "input_layernorm.weight")
         q = self._heads(h, name, "q", block_rotary)  # [n, A, block, heads, dim]
         k = self._heads(h, name, "k", block_rotary)
         v = self._project(h, name, "v")
         ck = self._heads(context, name, "k", context_rotary)  # [n, T, kv, dim]
         cv = self._project(context, name, "v")
-        q = q.view(n, anchors, block, kv, groups, dim) * dim**-0.5
-        # context: [n, kv, A * block * groups, T], each answer with its own keys
-        flat = q.permute(0, 3, 1, 2, 4, 5).reshape(n, kv, anchors * block * groups, dim)
-        far = (flat @ ck.permute(0, 2, 3, 1)).view(n, kv, anchors, block * groups, -1)
-        far = far.masked_fill(hidden_rows[:, None, :, None, :], -math.inf)
-        # own block: [n, kv, A, block * groups, block]
-        grouped = flat.view(n, kv, anchors, block * groups, dim)
-        near = grouped @ k.permute(0, 3, 1, 4, 2)
-        if self.config.causal:
-            later = torch.ones(block, block, dtype=torch.bool, device=x.device).triu(1)
-            later = later.repeat_interleave(groups, 0)
-            near = near.masked_fill(later, -math.inf)
-        weights = torch.cat([far, near], dim=-1).softmax(-1)
-        length = far.shape[-1]
-        mixed = weights[..., :length].reshape(n, kv, -1, length) @ cv.transpose(1, 2)
-        own = weights[..., length:] @ v.permute(0, 3, 1, 2, 4)
-        mixed = mixed.view(n, kv, anchors, block * groups, dim) + own
-        mixed = mixed.view(n, kv, anchors, block, groups, dim).permute(0, 2, 3, 1, 4, 5)
-        x = x + F.linear(mixed.reshape(n, anchors, block, -1), self.weight(name + "self_attn.o_proj.weight"))
+        mixed = block_attention(q, ck, cv, k, v, anchors, self.config.causal)
+        x = x + F.linear(mixed.flatten(3), self.weight(name + "self_attn.o_proj.weight"))
         h = self._norm(x, name + "post_attention_layernorm.weight")
         gate = F.linear(h, self.weight(name + "mlp.gate_proj.weight"))
         up = F.linear(h, self.weight(name + "mlp.up_proj.weight"))

@@ -1,0 +1,224 @@
+"""Attention of a block's slots over the context before their anchor and over the block itself, for training.
+
+Put together from torch's operators, the scores of context and block are joined and split again, masked, and
+their gradients padded with zeros, each time in a new tensor of megabytes: on a CPU that takes as long as the
+products. Here a few anchors' scores are computed at a time, stay in a core's own cache, and are worked on in
+place, forward and backward; context behind the last of these anchors is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_SCORES = 2**19  # of a few anchors: 2 MB in float32
+_SCORES_CUDA = 2**27
+
+
+def block_attention(
+    q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, anchors: Tensor, causal: bool
+) -> Tensor:
+    """What each slot reads: [n, A, block, heads, dim].
+
+    Args:
+        q: [n, A, block, heads, dim], not scaled yet.
+        context_k, context_v: [n, T, kv, dim]; a block sees the rows before its anchor.
+        k, v: [n, A, block, kv, dim], of the block itself.
+        anchors: [n, A], ascending ones are fastest.
+        causal: whether slots see earlier slots and themselves only, instead of their whole block.
+
+    In mixed precision products are in the type of autocast, softmax in float32.
+    """
+    kind = q.device.type
+    tensors = q, context_k, context_v, k, v
+    if torch.is_autocast_enabled(kind):
+        tensors = tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)  # type: ignore[assignment]
+    with torch.autocast(kind, enabled=False):
+        mixed: Tensor = _BlockAttention.apply(*tensors, anchors, causal)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Chunk(NamedTuple):
+    """Some anchors of one answer, and the length of the context that they see."""
+
+    answer: int
+    anchors: slice
+    length: int
+
+
+class _Kept(NamedTuple):
+    """What the gradients of a chunk of c anchors need; heads that share keys are rows.
+
+    q     [kv, c * rows, dim], scaled
+    far   [kv, c * rows, L], near [kv * c, rows, block]: exp(score - the row's greatest)
+    total [kv, c * rows, 1], their sum
+    """
+
+    q: Tensor
+    far: Tensor
+    near: Tensor
+    total: Tensor
+
+
+def _chunks(q: Tensor, anchors: Tensor, length: int) -> Iterator[_Chunk]:
+    most = _SCORES_CUDA if q.is_cuda else _SCORES
+    count = max(1, most // (q.shape[2] * q.shape[3] * max(1, length)))
+    for answer, row in enumerate(anchors.tolist()):
+        for first in range(0, len(row), count):
+            own = slice(first, first + count)
+            yield _Chunk(answer, own, min(length, max(row[own])))
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        context_k: Tensor,
+        context_v: Tensor,
+        k: Tensor,
+        v: Tensor,
+        anchors: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        kept = []
+        mixed = torch.empty_like(q)
+        later = None
+        if causal:
+            block = q.shape[2]
+            later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu_(1)
+            later = later.repeat_interleave(q.shape[3] // k.shape[3], 0)  # [rows, block]
+        for chunk in _chunks(q, anchors, context_k.shape[1]):
+            own, out = _mix(chunk, q, context_k, context_v, k, v, anchors, later)
+            _place(mixed[chunk.answer, chunk.anchors], out)
+            kept.append((chunk, own))
+        ctx.kept = kept
+        ctx.save_for_backward(context_k, context_v, k, v, mixed)
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        context_k, context_v, k, v, mixed = ctx.saved_tensors
+        grads = _Grads(
+            torch.empty_like(mixed),
+            torch.zeros_like(context_k),
+            torch.zeros_like(context_v),
+            torch.empty_like(k),
+            torch.empty_like(v),
+        )
+        for chunk, own in ctx.kept:
+            _unmix(chunk, own, grad, mixed, context_k, context_v, k, v, grads)
+        return *grads, None, None
+
+
+class _Grads(NamedTuple):
+    q: Tensor
+    context_k: Tensor
+    context_v: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _rows(x: Tensor, kv: int) -> Tensor:
+    """[c, block, heads, dim] as [kv, c * rows, dim], a copy."""
+    c, block, heads, dim = x.shape
+    grouped = x.view(c, block, kv, heads // kv, dim).permute(2, 0, 1, 3, 4)
+    return grouped.clone(memory_format=torch.contiguous_format).view(kv, -1, dim)
+
+
+def _place(to: Tensor, rows: Tensor) -> None:
+    """The way back from `_rows`."""
+    c, block, heads, dim = to.shape
+    kv = rows.shape[0]
+    to.view(c, block, kv, heads // kv, dim).copy_(
+        rows.view(kv, c, block, heads // kv, dim).permute(1, 2, 0, 3, 4)
+    )
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """Keys or values [c, block, kv, dim] as [kv * c, block, dim]."""
+    return x.permute(2, 0, 1, 3).flatten(0, 1)
+
+
+def _mix(
+    chunk: _Chunk,
+    q: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    anchors: Tensor,
+    later: Tensor | None,
+) -> tuple[_Kept, Tensor]:
+    """What a chunk's slots read [kv, c * rows, dim]."""
+    answer, some, length = chunk
+    kv, dim = k.shape[-2:]
+    rows = _rows(q[answer, some], kv).mul_(dim**-0.5)
+    own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
+    far = _wide(rows @ context_k[answer, :length].permute(1, 2, 0))
+    near = _wide(rows.view(len(own_k), -1, dim) @ own_k.transpose(1, 2))
+    behind = torch.arange(length, device=q.device) >= anchors[answer, some].unsqueeze(-1)  # [c, L]
+    far.unflatten(1, (len(behind), -1)).masked_fill_(behind.unsqueeze(1), -math.inf)
+    if later is not None:
+        near.masked_fill_(later, -math.inf)
+    flat = near.view(kv, -1, near.shape[-1])
+    greatest = flat.amax(-1, keepdim=True)
+    if length:
+        greatest = torch.maximum(greatest, far.amax(-1, keepdim=True))
+    far.sub_(greatest).exp_()
+    flat.sub_(greatest).exp_()
+    total = far.sum(-1, keepdim=True) + flat.sum(-1, keepdim=True)
+    far, near = far.to(q.dtype), near.to(q.dtype)
+    mixed = far @ context_v[answer, :length].transpose(0, 1)
+    mixed += (near @ own_v).view_as(mixed)
+    return _Kept(rows, far, near, total), mixed.div_(total)
+
+
+def _unmix(
+    chunk: _Chunk,
+    kept: _Kept,
+    grad: Tensor,
+    mixed: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    to: _Grads,
+) -> None:
+    """Gradients of a chunk. With P = exp / total: dV = P' dO, dS = P (dO V' - rowsum(dO O))."""
+    answer, some, length = chunk
+    kv, dim = k.shape[-2:]
+    rows, far, near, total = kept
+    own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
+    out = _rows(grad[answer, some], kv).div_(total)
+    down = (out * _rows(mixed[answer, some], kv)).sum(-1, keepdim=True)
+    out_blocks = out.view(len(own_k), -1, dim)
+
+    to.context_v[answer, :length] += (far.transpose(1, 2) @ out).transpose(0, 1)
+    step = out @ context_v[answer, :length].permute(1, 2, 0)
+    step.sub_(down).mul_(far)
+    to.context_k[answer, :length] += (step.transpose(1, 2) @ rows).transpose(0, 1)
+    for_q = step @ context_k[answer, :length].transpose(0, 1)
+
+    c = len(own_k) // kv
+    _from_blocks(to.v[answer, some], near.transpose(1, 2) @ out_blocks, c)
+    step = out_blocks @ own_v.transpose(1, 2)
+    step.sub_(down.view(len(own_k), -1, 1)).mul_(near)
+    _from_blocks(to.k[answer, some], step.transpose(1, 2) @ rows.view(len(own_k), -1, dim), c)
+    for_q += (step @ own_k).view_as(for_q)
+    _place(to.q[answer, some], for_q.mul_(dim**-0.5))
+
+
+def _from_blocks(to: Tensor, blocks: Tensor, count: int) -> None:
+    """[kv * c, block, dim] to keys or values [c, block, kv, dim]."""
+    to.copy_(blocks.view(-1, count, *blocks.shape[1:]).permute(1, 2, 0, 3))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,0 +1,96 @@
+"""Attention of blocks in training, against the plain formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetspec.train import attention
+from jetspec.train.attention import block_attention
+
+KV, DIM, BLOCK, LENGTH = 2, 4, 3, 11
+
+
+def _plain(
+    q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, anchors: Tensor, causal: bool
+) -> Tensor:
+    """One slot and one head after the other."""
+    out = torch.zeros_like(q)
+    groups = q.shape[3] // k.shape[3]
+    for n, row in enumerate(anchors.tolist()):
+        for a, anchor in enumerate(row):
+            for slot in range(q.shape[2]):
+                seen = slot + 1 if causal else q.shape[2]
+                for head in range(q.shape[3]):
+                    own = head // groups
+                    keys = torch.cat([context_k[n, :anchor, own], k[n, a, :seen, own]])
+                    values = torch.cat([context_v[n, :anchor, own], v[n, a, :seen, own]])
+                    law = (keys @ q[n, a, slot, head] / math.sqrt(q.shape[4])).softmax(0)
+                    out[n, a, slot, head] = law @ values
+    return out
+
+
+def _inputs(groups: int, anchors: int = 5, size: float = 1.0) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [
+        (2, anchors, BLOCK, KV * groups, DIM),
+        *[(2, LENGTH, KV, DIM)] * 2,
+        *[(2, anchors, BLOCK, KV, DIM)] * 2,
+    ]
+    return [(size * torch.randn(*s, dtype=torch.float64)).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("chunk", [1, 400, 2**19])
+def test_value_and_gradients_are_those_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, groups: int, chunk: int
+) -> None:
+    """A wrong order of heads, a mask off by one, or a gradient that a chunk overwrites instead of adding."""
+    monkeypatch.setattr(attention, "_SCORES", chunk)
+    inputs = _inputs(groups)
+    anchors = torch.tensor([[0, 3, 3, 7, 10], [9, 1, 4, 0, 2]])  # also no context, and not ascending
+    weights = torch.randn(2, 5, BLOCK, KV * groups, DIM, dtype=torch.float64)
+    found = []
+    for function in (_plain, block_attention):
+        value = function(*inputs, anchors, causal)
+        found.append([value, *torch.autograd.grad((value * weights).sum(), inputs)])
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """exp of a score without its row's greatest taken off is infinite from 89 on in float32."""
+    inputs = [x.detach().float().requires_grad_() for x in _inputs(1, size=30.0)]
+    value = block_attention(*inputs, torch.tensor([[2, 4, 6, 8, 10]] * 2), True)
+    value.sum().backward()
+    assert value.isfinite().all() and all(x.grad.isfinite().all() for x in inputs)
+
+
+def test_what_lies_behind_an_anchor_is_neither_seen_nor_learned_from() -> None:
+    """Rows from the anchor on hold the answer: a block that saw them would draft by copying."""
+    inputs = _inputs(1)
+    anchors = torch.tensor([[2, 3, 4, 5, 6]] * 2)
+    value = block_attention(*inputs, anchors, True)
+    grads = torch.autograd.grad(value.sum(), inputs[1:3])
+    assert all((grad[:, 6:] == 0).all() and (grad[:, :6] != 0).any() for grad in grads)
+    with torch.no_grad():
+        for context in inputs[1:3]:
+            context[:, 6:] = torch.nan
+    assert torch.equal(block_attention(*inputs, anchors, True), value)
+
+
+def test_mixed_precision_keeps_to_its_type() -> None:
+    """Under autocast products are in bfloat16; an output in float32 would make the layer's next ones wide."""
+    inputs = [x.detach().float().requires_grad_() for x in _inputs(3)]
+    anchors = torch.tensor([[2, 3, 4, 5, 6]] * 2)
+    exact = block_attention(*inputs, anchors, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = block_attention(*inputs, anchors, True)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05)
+    rounded.float().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs)
