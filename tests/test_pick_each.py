@@ -7,10 +7,11 @@ import torch
 
 from jetspec import sampling as sampling_module
 from jetspec.decode.engine import Engine
+from jetspec.errors import ModelError
 from jetspec.noise import gumbel_noise
 from jetspec.sampling import Sampling, pick_each, pick_tokens
 from jetspec.sequence import Limits
-from tests.decode.tiny import PROMPTS, SAMPLINGS, plain, shared_target
+from tests.decode.tiny import PROMPTS, SAMPLINGS, plain, shared_target, tiny_target
 
 KINDS = [
     Sampling(),
@@ -73,3 +74,30 @@ def test_a_batch_without_drafts_is_picked_for_at_once(monkeypatch: pytest.Monkey
         for sequence, prompt, name in zip(sequences, PROMPTS, names, strict=True):
             assert tuple(sequence.emitted) == plain(tuple(prompt), name), name
         assert (3 in calls) == ("T1-penalties" not in names)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_no_text(temperature: float, dtype: torch.dtype, value: float) -> None:
+    """The argmax of NaN is the NaN: damaged weights, or an overflow in half precision, would look like an
+    answer."""
+    logits = torch.randn(3, 50).to(dtype)
+    logits[1, 7] = value
+    sampling = Sampling(temperature=temperature)
+    for pick in (
+        lambda: pick_tokens(logits, [4, 5, 6], sampling),
+        lambda: pick_each(logits, [4, 5, 6], [sampling] * 3),
+    ):
+        with pytest.raises(ModelError, match="logits are not finite.*damaged.*float32"):
+            pick()
+
+
+def test_a_target_of_damaged_weights_ends_the_request() -> None:
+    """The engine must not hold on to the rows of a request that could not be answered."""
+    target = tiny_target()
+    target.transformer.output_matrix.fill_(torch.nan)
+    engine = Engine(target)
+    with pytest.raises(ModelError, match="logits are not finite"):
+        engine.generate(PROMPTS[:2], limits=Limits(max_tokens=4))
+    assert not engine.busy and engine.cache.bytes == 0

@@ -43,6 +43,12 @@ class HeadError(UserError):
     """The draft head cannot be read, or it belongs to another target."""
 
 
+NAN_LOGPS = (
+    "the draft head returned NaN log-probs: its weights, or those of its target, are damaged or overflow in "
+    "this dtype; fetch them again or run in float32"
+)
+
+
 class DataError(UserError):
     """A prompt file, an answer file or a training checkpoint is broken."""
 

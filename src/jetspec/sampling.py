@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetspec.errors import OptionError
+from jetspec.errors import ModelError, OptionError
 from jetspec.noise import NOISE_AT_ONCE, add_noise
 
 GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
@@ -211,19 +211,33 @@ def pick_tokens(
     if not sampling.greedy:
         where = positions.tolist() if isinstance(positions, Tensor) else positions
         add_noise(logits, [sampling.seed] * len(where), where)
-    picks: list[int] = best_ids(logits).tolist()
-    return picks
+    return _checked(best_ids(logits))
 
 
 def best_ids(scores: Tensor) -> Tensor:
-    """The id of the largest score of each row, the lowest of equal ones: [n, V] to int64 [n].
+    """The id of the largest score of each row, the lowest of equal ones: [n, V] to int64 [n]; -1 where the
+    largest score is no finite number, as every row's is that holds a NaN.
 
     On a processor NumPy finds it ten times faster than torch, whose argmax of one tree's logits costs as much
     as a draft layer.
     """
     if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
+        best = torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
+    else:
+        best = scores.argmax(dim=-1)
+    found = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    return torch.where(found.isfinite(), best, -1)
+
+
+def _checked(best: Tensor) -> list[int]:
+    """The ids [n]. Raises ModelError for a row without a best one."""
+    picks: list[int] = best.tolist()
+    if -1 in picks:
+        raise ModelError(
+            "the target's logits are not finite: its weights are damaged, or overflow in this dtype; fetch the "
+            "model again, or run it in float32"
+        )
+    return picks
 
 
 def pick_each(logits: Tensor, positions: Sequence[int], samplings: Sequence[Sampling]) -> list[int]:
@@ -248,8 +262,7 @@ def pick_each(logits: Tensor, positions: Sequence[int], samplings: Sequence[Samp
             if not kind.greedy:
                 add_noise(scores, [samplings[row].seed for row in rows], [positions[row] for row in rows])
             picks[place] = best_ids(scores)
-    found: list[int] = picks.tolist()
-    return found
+    return _checked(picks)
 
 
 def _pieces(rows: list[int], size: int) -> list[list[int]]:

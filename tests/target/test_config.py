@@ -176,6 +176,7 @@ def test_end_ids() -> None:
         ("llama", {"vocab_size": None}, ["vocab_size"]),
         ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
         ("llama", {"num_hidden_layers": "4"}, ["num_hidden_layers", "'4'"]),
+        ("llama", {"num_hidden_layers": 10**9}, ["num_hidden_layers", "1000000000", "from 1 to"]),
         ("llama", {"rope_theta": 0.0}, ["rope_theta", "0.0"]),
         ("llama", {"rope_theta": -1.0, "rope_parameters": {"rope_theta": 1e4}}, ["rope_theta", "-1.0"]),
         ("qwen3", {"rope_parameters": {"rope_theta": -2.0}}, ["rope_theta", "-2.0"]),

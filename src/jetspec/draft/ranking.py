@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetspec.errors import HeadError
+from jetspec.errors import NAN_LOGPS, HeadError
 
 CANDIDATES = 64  # children offered per node
 
@@ -23,10 +23,7 @@ def ranked_children(logits: Tensor, vocab: Tensor, count: int) -> list[tuple[lis
     scores = top.clamp(max=0.0).cpu().numpy()
     tokens = vocab[index].cpu().numpy()
     if np.isnan(scores).any():
-        raise HeadError(
-            "the draft head returned NaN log-probs: its weights are damaged or overflow in this dtype; "
-            "fetch the head again or run it in float32"
-        )
+        raise HeadError(NAN_LOGPS)
     order = np.lexsort((tokens, -scores), axis=-1)
     scores, tokens = np.take_along_axis(scores, order, -1), np.take_along_axis(tokens, order, -1)
     kept = np.isfinite(scores).sum(-1).tolist()

@@ -24,7 +24,7 @@ from jetspec.draft import path_scorer
 from jetspec.draft.checkpoint import Head
 from jetspec.draft.path_scorer import expected_rows
 from jetspec.draft.shared_noise import Draws, scaled
-from jetspec.errors import HeadError
+from jetspec.errors import NAN_LOGPS, HeadError
 from jetspec.tree.proposal import NO_CHILDREN, Children, Proposal
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -87,10 +87,7 @@ class RecurrentProposal:
         logps = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True)) + t.cover[depths][:, None]
         logps = np.minimum(logps, 0.0)
         if np.isnan(logps).any():
-            raise HeadError(
-                "the draft head returned NaN log-probs: its weights are damaged or overflow in this dtype; "
-                "fetch the head again or run it in float32"
-            )
+            raise HeadError(NAN_LOGPS)
         return [
             self._sorted(int(depth), row, state)
             for depth, row, state in zip(depths, logps, after, strict=True)

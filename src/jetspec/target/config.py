@@ -26,6 +26,7 @@ _ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
 # What transformers assumes when config.json lacks the key (None: num_heads, or hidden_size // num_heads).
 _KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
 _HEAD_DIM = {"llama": None, "mistral": None, "qwen2": None, "qwen3": 128, "qwen3_moe": None}
+_MOST_LAYERS = 4096
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
 
 
@@ -138,6 +139,10 @@ class ModelConfig:
         heads = _positive(values, "num_attention_heads")
         hidden = _positive(values, "hidden_size")
         layers = _positive(values, "num_hidden_layers")
+        if layers > _MOST_LAYERS:  # their tensors are counted up before any is looked for
+            raise ModelError(
+                f"config.json: num_hidden_layers is {layers}; valid: an integer from 1 to {_MOST_LAYERS}"
+            )
         kv_heads = _positive(values, "num_key_value_heads", _KV_HEADS[family] or heads)
         head_dim = _positive(values, "head_dim", _HEAD_DIM[family] or hidden // heads)
         max_positions = _positive(values, "max_position_embeddings", _MAX_POSITIONS[family])

@@ -11,10 +11,13 @@ from jetspec.errors import StorageError
 
 
 def append_log(path: Path, record: dict[str, Any]) -> None:
-    """Add a record, which holds its `step`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Add a record, which holds its `step`. Raises StorageError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error}); free space, then run again") from None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from jetspec.errors import HeadError
+from jetspec.errors import NAN_LOGPS, HeadError
 
 State: TypeAlias = Any  # opaque to the builders
 
@@ -158,10 +158,7 @@ class MarkovProposal:
 def _children(tokens: list[int], logps: list[float], states: list[State]) -> Children:
     """Children from sorted lists, less the candidates of probability zero; -inf sorts last, NaN after it."""
     if logps and logps[-1] != logps[-1]:
-        raise HeadError(
-            "the draft head returned NaN log-probs: its weights are damaged or overflow in this dtype; "
-            "fetch the head again or run it in float32"
-        )
+        raise HeadError(NAN_LOGPS)
     if logps and logps[-1] == -np.inf:
         count = logps.index(-np.inf)
         tokens, logps, states = tokens[:count], logps[:count], states[:count]
