@@ -89,7 +89,7 @@ def test_logits_that_are_not_finite_are_no_text(temperature: float, dtype: torch
         lambda: pick_tokens(logits, [4, 5, 6], sampling),
         lambda: pick_each(logits, [4, 5, 6], [sampling] * 3),
     ):
-        with pytest.raises(ModelError, match="logits are not finite.*damaged.*float32"):
+        with pytest.raises(ModelError, match=r"logits are not finite.*damaged.*float32"):
             pick()
 
 

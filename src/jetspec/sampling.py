@@ -234,8 +234,8 @@ def _checked(best: Tensor) -> list[int]:
     picks: list[int] = best.tolist()
     if -1 in picks:
         raise ModelError(
-            "the target's logits are not finite: its weights are damaged, or overflow in this dtype; fetch the "
-            "model again, or run it in float32"
+            "the target's logits are not finite: its weights are damaged, or overflow in this dtype; fetch "
+            "the model again, or run it in float32"
         )
     return picks
 
