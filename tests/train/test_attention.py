@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jetspec.train import attention
-from jetspec.train.attention import block_attention
+from jetspec.train.attention import Anchors, block_attention
 
 KV, DIM, BLOCK, LENGTH = 2, 4, 3, 11
 
@@ -55,8 +55,7 @@ def test_value_and_gradients_are_those_of_the_formula(
     anchors = torch.tensor([[0, 3, 3, 7, 10], [9, 1, 4, 0, 2]])  # also no context, and not ascending
     weights = torch.randn(2, 5, BLOCK, KV * groups, DIM, dtype=torch.float64)
     found = []
-    for function in (_plain, block_attention):
-        value = function(*inputs, anchors, causal)
+    for value in (_plain(*inputs, anchors, causal), block_attention(*inputs, Anchors.of(anchors), causal)):
         found.append([value, *torch.autograd.grad((value * weights).sum(), inputs)])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-10, atol=1e-12)
@@ -65,7 +64,7 @@ def test_value_and_gradients_are_those_of_the_formula(
 def test_large_scores_do_not_overflow() -> None:
     """exp of a score without its row's greatest taken off is infinite from 89 on in float32."""
     inputs = [x.detach().float().requires_grad_() for x in _inputs(1, size=30.0)]
-    value = block_attention(*inputs, torch.tensor([[2, 4, 6, 8, 10]] * 2), True)
+    value = block_attention(*inputs, Anchors.of(torch.tensor([[2, 4, 6, 8, 10]] * 2)), True)
     value.sum().backward()
     assert value.isfinite().all() and all(x.grad.isfinite().all() for x in inputs)
 
@@ -73,7 +72,7 @@ def test_large_scores_do_not_overflow() -> None:
 def test_what_lies_behind_an_anchor_is_neither_seen_nor_learned_from() -> None:
     """Rows from the anchor on hold the answer: a block that saw them would draft by copying."""
     inputs = _inputs(1)
-    anchors = torch.tensor([[2, 3, 4, 5, 6]] * 2)
+    anchors = Anchors.of(torch.tensor([[2, 3, 4, 5, 6]] * 2))
     value = block_attention(*inputs, anchors, True)
     grads = torch.autograd.grad(value.sum(), inputs[1:3])
     assert all((grad[:, 6:] == 0).all() and (grad[:, :6] != 0).any() for grad in grads)
@@ -86,7 +85,7 @@ def test_what_lies_behind_an_anchor_is_neither_seen_nor_learned_from() -> None:
 def test_mixed_precision_keeps_to_its_type() -> None:
     """Under autocast products are in bfloat16; an output in float32 would make the layer's next ones wide."""
     inputs = [x.detach().float().requires_grad_() for x in _inputs(3)]
-    anchors = torch.tensor([[2, 3, 4, 5, 6]] * 2)
+    anchors = Anchors.of(torch.tensor([[2, 3, 4, 5, 6]] * 2))
     exact = block_attention(*inputs, anchors, True)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = block_attention(*inputs, anchors, True)

@@ -20,8 +20,22 @@ _SCORES = 2**19  # of a few anchors: 2 MB in float32
 _SCORES_CUDA = 2**27
 
 
+class Anchors(NamedTuple):
+    """Positions of roots, on the device [n, A] and off it: asking a GPU for them in every layer would stop
+    it. Ascending ones are fastest.
+    """
+
+    device: Tensor
+    host: list[list[int]]
+
+    @staticmethod
+    def of(positions: Tensor) -> Anchors:
+        """Both, from [n, A]."""
+        return Anchors(positions, positions.tolist())
+
+
 def block_attention(
-    q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, anchors: Tensor, causal: bool
+    q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, anchors: Anchors, causal: bool
 ) -> Tensor:
     """What each slot reads: [n, A, block, heads, dim].
 
@@ -29,7 +43,6 @@ def block_attention(
         q: [n, A, block, heads, dim], not scaled yet.
         context_k, context_v: [n, T, kv, dim]; a block sees the rows before its anchor.
         k, v: [n, A, block, kv, dim], of the block itself.
-        anchors: [n, A], ascending ones are fastest.
         causal: whether slots see earlier slots and themselves only, instead of their whole block.
 
     In mixed precision products are in the type of autocast, softmax in float32.
@@ -65,10 +78,10 @@ class _Kept(NamedTuple):
     total: Tensor
 
 
-def _chunks(q: Tensor, anchors: Tensor, length: int) -> Iterator[_Chunk]:
+def _chunks(q: Tensor, anchors: Anchors, length: int) -> Iterator[_Chunk]:
     most = _SCORES_CUDA if q.is_cuda else _SCORES
     count = max(1, most // (q.shape[2] * q.shape[3] * max(1, length)))
-    for answer, row in enumerate(anchors.tolist()):
+    for answer, row in enumerate(anchors.host):
         for first in range(0, len(row), count):
             own = slice(first, first + count)
             yield _Chunk(answer, own, min(length, max(row[own])))
@@ -83,7 +96,7 @@ class _BlockAttention(torch.autograd.Function):
         context_v: Tensor,
         k: Tensor,
         v: Tensor,
-        anchors: Tensor,
+        anchors: Anchors,
         causal: bool,
     ) -> Tensor:
         kept = []
@@ -153,7 +166,7 @@ def _mix(
     context_v: Tensor,
     k: Tensor,
     v: Tensor,
-    anchors: Tensor,
+    anchors: Anchors,
     later: Tensor | None,
 ) -> tuple[_Kept, Tensor]:
     """What a chunk's slots read [kv, c * rows, dim]."""
@@ -163,7 +176,7 @@ def _mix(
     own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
     far = _wide(rows @ context_k[answer, :length].permute(1, 2, 0))
     near = _wide(rows.view(len(own_k), -1, dim) @ own_k.transpose(1, 2))
-    behind = torch.arange(length, device=q.device) >= anchors[answer, some].unsqueeze(-1)  # [c, L]
+    behind = torch.arange(length, device=q.device) >= anchors.device[answer, some].unsqueeze(-1)  # [c, L]
     far.unflatten(1, (len(behind), -1)).masked_fill_(behind.unsqueeze(1), -math.inf)
     if later is not None:
         near.masked_fill_(later, -math.inf)

@@ -21,7 +21,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.draft.config import HeadConfig
 from jetspec.draft.recurrent import recurrence
 from jetspec.target.rope import RotaryTable, rotate
-from jetspec.train.attention import block_attention
+from jetspec.train.attention import Anchors, block_attention
 from jetspec.train.data import Batch
 
 
@@ -66,8 +66,9 @@ class HeadModule(nn.Module):
         block_rotary = cos.squeeze(1).unsqueeze(-2), sin.squeeze(1).unsqueeze(-2)  # [n, A, block, 1, dim]
         rows = torch.arange(batch.taps.shape[1], device=device)
         context_rotary = self._rotary.at(rows, longest)
+        anchors = Anchors.of(batch.anchors)
         for index in range(model.num_layers):
-            x = self._layer(index, x, context, block_rotary, context_rotary, batch.anchors)
+            x = self._layer(index, x, context, block_rotary, context_rotary, anchors)
         return self._norm(x[:, :, self.config.first_slot :], "norm.weight")
 
     def terms(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class HeadModule(nn.Module):
         context: Tensor,
         block_rotary: tuple[Tensor, ...],
         context_rotary: tuple[Tensor, Tensor],
-        anchors: Tensor,
+        anchors: Anchors,
     ) -> Tensor:
         name = f"layers.{index}."
         h = self._norm(x, name + "input_layernorm.weight")
