@@ -23,7 +23,7 @@ def _plain(
     for n, row in enumerate(anchors.tolist()):
         for a, anchor in enumerate(row):
             for slot in range(q.shape[2]):
-                seen = slot + 1 if causal else q.shape[2]
+                seen = slot + 1 + k.shape[2] - q.shape[2] if causal else k.shape[2]
                 for head in range(q.shape[3]):
                     own = head // groups
                     keys = torch.cat([context_k[n, :anchor, own], k[n, a, :seen, own]])
@@ -33,10 +33,11 @@ def _plain(
     return out
 
 
-def _inputs(groups: int, anchors: int = 5, size: float = 1.0) -> list[Tensor]:
+def _inputs(groups: int, slots: int = BLOCK, size: float = 1.0) -> list[Tensor]:
     torch.manual_seed(0)
+    anchors = 5
     shapes = [
-        (2, anchors, BLOCK, KV * groups, DIM),
+        (2, anchors, slots, KV * groups, DIM),
         *[(2, LENGTH, KV, DIM)] * 2,
         *[(2, anchors, BLOCK, KV, DIM)] * 2,
     ]
@@ -44,16 +45,17 @@ def _inputs(groups: int, anchors: int = 5, size: float = 1.0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("chunk", [1, 400, 2**19])
+@pytest.mark.parametrize("groups, slots", [(1, BLOCK), (3, BLOCK), (3, BLOCK - 1)])
+@pytest.mark.parametrize("chunk", [1, 400, 2**22])
 def test_value_and_gradients_are_those_of_the_formula(
-    monkeypatch: pytest.MonkeyPatch, causal: bool, groups: int, chunk: int
+    monkeypatch: pytest.MonkeyPatch, causal: bool, groups: int, slots: int, chunk: int
 ) -> None:
-    """A wrong order of heads, a mask off by one, or a gradient that a chunk overwrites instead of adding."""
+    """A wrong order of heads, a mask off by one where the first slots are left out, or a gradient that a
+    chunk overwrites instead of adding."""
     monkeypatch.setattr(attention, "_SCORES", chunk)
-    inputs = _inputs(groups)
+    inputs = _inputs(groups, slots)
     anchors = torch.tensor([[0, 3, 3, 7, 10], [9, 1, 4, 0, 2]])  # also no context, and not ascending
-    weights = torch.randn(2, 5, BLOCK, KV * groups, DIM, dtype=torch.float64)
+    weights = torch.randn_like(inputs[0])
     found = []
     for value in (_plain(*inputs, anchors, causal), block_attention(*inputs, Anchors.of(anchors), causal)):
         found.append([value, *torch.autograd.grad((value * weights).sum(), inputs)])

@@ -1,9 +1,9 @@
 """Attention of a block's slots over the context before their anchor and over the block itself, for training.
 
 Put together from torch's operators, the scores of context and block are joined and split again, masked, and
-their gradients padded with zeros, each time in a new tensor of megabytes: on a CPU that takes as long as the
-products. Here a few anchors' scores are computed at a time, stay in a core's own cache, and are worked on in
-place, forward and backward; context behind the last of these anchors is not looked at.
+their gradients padded with zeros, each time in a new tensor of megabytes. Here one answer's scores (or those
+of some of its anchors) are worked on in place, forward and backward, and context behind the last anchor is
+not looked at.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_SCORES = 2**19  # of a few anchors: 2 MB in float32
-_SCORES_CUDA = 2**27
+_SCORES, _SCORES_CUDA = 2**22, 2**27  # of the anchors that are computed at a time; 16 MB in float32
 
 
 class Anchors(NamedTuple):
@@ -37,10 +36,10 @@ class Anchors(NamedTuple):
 def block_attention(
     q: Tensor, context_k: Tensor, context_v: Tensor, k: Tensor, v: Tensor, anchors: Anchors, causal: bool
 ) -> Tensor:
-    """What each slot reads: [n, A, block, heads, dim].
+    """What each slot reads: [n, A, slots, heads, dim].
 
     Args:
-        q: [n, A, block, heads, dim], not scaled yet.
+        q: [n, A, slots, heads, dim] of the last slots of the block, not scaled yet.
         context_k, context_v: [n, T, kv, dim]; a block sees the rows before its anchor.
         k, v: [n, A, block, kv, dim], of the block itself.
         causal: whether slots see earlier slots and themselves only, instead of their whole block.
@@ -103,8 +102,8 @@ class _BlockAttention(torch.autograd.Function):
         mixed = torch.empty_like(q)
         later = None
         if causal:
-            block = q.shape[2]
-            later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu_(1)
+            slots, block = q.shape[2], k.shape[2]
+            later = torch.ones(slots, block, dtype=torch.bool, device=q.device).triu_(1 + block - slots)
             later = later.repeat_interleave(q.shape[3] // k.shape[3], 0)  # [rows, block]
         for chunk in _chunks(q, anchors, context_k.shape[1]):
             own, out = _mix(chunk, q, context_k, context_v, k, v, anchors, later)
@@ -139,18 +138,18 @@ class _Grads(NamedTuple):
 
 
 def _rows(x: Tensor, kv: int) -> Tensor:
-    """[c, block, heads, dim] as [kv, c * rows, dim], a copy."""
-    c, block, heads, dim = x.shape
-    grouped = x.view(c, block, kv, heads // kv, dim).permute(2, 0, 1, 3, 4)
+    """[c, slots, heads, dim] as [kv, c * rows, dim], a copy."""
+    c, slots, heads, dim = x.shape
+    grouped = x.view(c, slots, kv, heads // kv, dim).permute(2, 0, 1, 3, 4)
     return grouped.clone(memory_format=torch.contiguous_format).view(kv, -1, dim)
 
 
 def _place(to: Tensor, rows: Tensor) -> None:
     """The way back from `_rows`."""
-    c, block, heads, dim = to.shape
+    c, slots, heads, dim = to.shape
     kv = rows.shape[0]
-    to.view(c, block, kv, heads // kv, dim).copy_(
-        rows.view(kv, c, block, heads // kv, dim).permute(1, 2, 0, 3, 4)
+    to.view(c, slots, kv, heads // kv, dim).copy_(
+        rows.view(kv, c, slots, heads // kv, dim).permute(1, 2, 0, 3, 4)
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from jetspec.train.weighting import LossOptions
 
-CHUNK_ROWS = 256  # a chunk's logits stay in the processor's cache with a reduced vocabulary
+CHUNK_ROWS = 512  # a chunk's logits stay in the processor's cache with a reduced vocabulary
 _CHUNK_LOGITS = 2**24  # and take no more than 64 MB with a whole one
 _PART_LOGITS = 2**17  # of a few rows of a chunk: 512 kB stay in a core's own cache
 
@@ -246,18 +246,19 @@ class _Fused(torch.autograd.Function):
         wanted = ctx.needs_input_grad[7:]
         grads = [torch.zeros_like(x) if want else None for x, want in zip(flat, wanted, strict=True)]
         for chunk in _chunks(pairs, teacher, output, teacher_row, share):
-            rows, grad = chunk.rows, chunk.logits  # d loss / d logits takes the place of the logits
+            rows, grad = chunk.rows, chunk.logits  # d per_row / d logits takes the place of the logits
             for part in chunk.parts():
                 agree[part.rows] = part.logits.argmax(-1) == part.target.argmax(-1)[part.place]
                 value, step, own = _learn(part, options, labels, overlap)
                 per_row[part.rows], found[part.rows] = value.to(per_row.dtype), own.to(found.dtype)
-                torch.mul(step, share[part.rows, None], out=part.logits)
+                part.logits.copy_(step)
+            own = share[rows, None]  # weighs rows of states, which are narrower than those of logits
             for n, (x, w) in enumerate(pairs):
                 for_x, for_w = grads[2 * n], grads[2 * n + 1]
                 if for_x is not None:
-                    for_x[rows] = (grad.to(w.dtype) @ w).to(x.dtype)
+                    for_x[rows] = ((grad.to(w.dtype) @ w) * own).to(x.dtype)
                 if for_w is not None:
-                    for_w.addmm_(grad.T.to(x.dtype), x[rows])
+                    for_w.addmm_(grad.T.to(x.dtype), (x[rows] * own).to(x.dtype))
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(per_row, agree, found)
         return (share * per_row).sum(), per_row, agree, found

@@ -68,8 +68,9 @@ class HeadModule(nn.Module):
         context_rotary = self._rotary.at(rows, longest)
         anchors = Anchors.of(batch.anchors)
         for index in range(model.num_layers):
-            x = self._layer(index, x, context, block_rotary, context_rotary, anchors)
-        return self._norm(x[:, :, self.config.first_slot :], "norm.weight")
+            first = self.config.first_slot if index == model.num_layers - 1 else 0
+            x = self._layer(index, x, context, block_rotary, context_rotary, anchors, first)
+        return self._norm(x, "norm.weight")
 
     def terms(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """What the path scorer's child rows are multiplied with: from the slots' states [..., D, H] and the
@@ -125,16 +126,19 @@ class HeadModule(nn.Module):
         block_rotary: tuple[Tensor, ...],
         context_rotary: tuple[Tensor, Tensor],
         anchors: Anchors,
+        first: int,
     ) -> Tensor:
+        """The slots from `first` on: of the last layer nobody needs the others."""
         name = f"layers.{index}."
         h = self._norm(x, name + "input_layernorm.weight")
-        q = self._heads(h, name, "q", block_rotary)  # [n, A, block, heads, dim]
+        rotary = tuple(table[:, :, first:] for table in block_rotary)
+        q = self._heads(h[:, :, first:], name, "q", rotary)  # [n, A, block - first, heads, dim]
         k = self._heads(h, name, "k", block_rotary)
         v = self._project(h, name, "v")
         ck = self._heads(context, name, "k", context_rotary)  # [n, T, kv, dim]
         cv = self._project(context, name, "v")
         mixed = block_attention(q, ck, cv, k, v, anchors, self.config.causal)
-        x = x + F.linear(mixed.flatten(3), self.weight(name + "self_attn.o_proj.weight"))
+        x = x[:, :, first:] + F.linear(mixed.flatten(3), self.weight(name + "self_attn.o_proj.weight"))
         h = self._norm(x, name + "post_attention_layernorm.weight")
         gate = F.linear(h, self.weight(name + "mlp.gate_proj.weight"))
         up = F.linear(h, self.weight(name + "mlp.up_proj.weight"))
