@@ -81,7 +81,7 @@ class AdaptiveBudget:
         nodes, situation = turn.outlook.nodes, turn.situation
         if turn.kind == "plain":
             return 0.0
-        if turn.kind == "probe":
+        if turn.tries:
             self.floor = -math.inf
             return max(situation.reach, PROBE_GROWN, 1.5 * nodes)
         situation.widen(nodes)
@@ -116,7 +116,7 @@ class AdaptiveBudget:
             values = stated[owner]
             turn.expected[owner] = sum([values[node] for node in own])
         turn.rows = len(trees) + count
-        if turn.kind != "probe":
+        if not turn.tries:
             turn.situation.move(trees, kept)
         return [keep(tree, own) for tree, own in zip(trees, kept, strict=True)]
 
@@ -154,8 +154,8 @@ class AdaptiveBudget:
         self, turn: Turn, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]]
     ) -> None:
         """What was accepted, against what was expected."""
-        prospect, probe = turn.prospect, turn.kind == "probe"
-        if probe:
+        prospect, probe = turn.prospect, turn.tries
+        if turn.kind == "probe":
             prospect.forget()
         common = prospect.trust
         for n, tree in enumerate(trees):
@@ -183,7 +183,7 @@ class AdaptiveBudget:
         else:
             prospect.pay(cost, cost - 1.0 - accepted / batch)
             self._forecaster.hurry()
-        if turn.kind == "probe":
+        if turn.tries:
             self._end_probe(turn, accepted, cost)
             return
         prospect.earn(speedup, cost, max(turn.outlook.speedup, 1e-3))
@@ -199,13 +199,15 @@ class AdaptiveBudget:
         prospect, forecaster = turn.prospect, self._forecaster
         forecaster.look(self.knowledge.cost, prospect, turn.contexts, turn.plain, turn.members)
         promising = prospect.yields * forecaster.outlook.speedup >= 1.0
-        prospect.probed(promising or 1.0 + accepted / len(turn.contexts) >= cost)
+        paid = promising or 1.0 + accepted / len(turn.contexts) >= cost
+        if paid or turn.kind == "probe":
+            prospect.probed(paid)
         turn.situation.trials = 0
 
 
 def _see(turn: Turn, count: int, ranking: Ranking, factors: list[float]) -> None:
     """Take down the gains of every tree, as they are without its sequence's factor."""
-    prospect, probe = turn.prospect, turn.kind == "probe"
+    prospect, probe = turn.prospect, turn.tries
     by_tree: list[list[float]]
     if count == 1:
         by_tree = [ranking.gains]

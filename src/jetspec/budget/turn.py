@@ -23,8 +23,9 @@ _FIRST_MARGIN = 1.0
 _FAR = 1.5  # how many times wider a plan has to be for limits to be found anew
 _WIDER_REACH, _WIDER_FLOOR = 1.25, 0.4  # of rounds that try other sizes
 
-# A draft, one whose promise is little tested, one for the sake of learning, or none.
-Kind: TypeAlias = Literal["draft", "trial", "probe", "plain"]
+# A draft, one whose promise is little tested, one for the sake of learning about the head or about requests
+# that have just come, or none.
+Kind: TypeAlias = Literal["draft", "trial", "probe", "look", "plain"]
 
 
 @dataclass
@@ -126,6 +127,11 @@ class Turn:
     expected: list[float] = field(default_factory=list)
     rows: int = 0
     allowed: float | None = None
+
+    @property
+    def tries(self) -> bool:
+        """Whether it drafts only for the sake of learning."""
+        return self.kind in ("probe", "look")
 
     @property
     def rate(self) -> float | None:
