@@ -118,16 +118,17 @@ class Forecaster:
         self.outlook = self.hoped = NOTHING
         self.reach = math.inf
         self._key: tuple[int, bool] | None = None
-        self._age = 0
+        self._age = self._looks = 0
 
     def look(
         self, cost: CostModel, prospect: Prospect, contexts: list[int], plain: float, members: list[Member]
     ) -> None:
         """At the start of a round: anew now and then."""
         self._age += 1
-        if self._age < _LOOK:
+        if self._age < min(_LOOK, self._looks):
             return
         before, self._age = self.outlook.speedup, 0
+        self._looks += 1
         trust = prospect.trust
         weights = sorted([member.weight(trust) for member in members], reverse=True)
         size = RoundSize.plain(contexts)
@@ -142,7 +143,7 @@ class Forecaster:
     def meet(self, count: int, sampled: bool, changed: bool) -> None:
         """The batch of the round that begins. What was forecast for another one does not hold for it."""
         if changed or self._key != (count, sampled):
-            self.outlook, self._age, self._key = NOTHING, _LOOK, (count, sampled)
+            self.outlook, self._looks, self._key = NOTHING, 0, (count, sampled)
 
     def hurry(self, rounds: int = _LOOK) -> None:
         """Let the next look come so many rounds earlier."""
