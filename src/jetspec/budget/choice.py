@@ -9,6 +9,7 @@ from jetspec.budget.turn import TRIALS, Turn
 
 _PROBE_NODES = 4  # verified per tree of a probe or trial, whatever they promise: it is there to learn
 PROBE_GROWN = 32  # grown for it, to see what a larger budget would bring
+_LOOK_NODES, LOOK_GROWN = 1, 8  # grown for a look at a request that has just come
 _PROBED = 4  # one in so many sequences is drafted for in a probe
 _EXPLORE = 4  # in every fourth round sizes may be tried whose cost is not known
 _SETTLED = 96  # rounds after which every second one is learned from: the time is better spent on decoding
@@ -16,6 +17,7 @@ _ABOUT = 0.95  # speedup that counts as about none
 _CLOSE, _CHECK = 1.3, 64  # smaller speedups are checked against a plain round, after so many rounds...
 _CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...
 _FIRST = 3  # ...or where that was hardly ever done
+_RESERVE = 0.5 * CREDIT  # left alone by looks, or it would never cover the drafting that they suggest
 _BETTER = 2.0  # times as good as lately that requests may be which have just come
 _EXTRA = 8  # one in so many sequences may be drafted for to see whether its drafts have got better
 
@@ -49,7 +51,8 @@ def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> Non
         _choose_members(turn, able)
         if turn.kind == "trial":
             turn.least = _PROBE_NODES * sum(turn.drafts)
-    elif not _look(turn, cost, able) and turn.prospect.due:
+    else:
+        turn.rests = True
         _probe(turn, cost, able)
 
 
@@ -73,23 +76,44 @@ def _choose_members(turn: Turn, able: list[bool]) -> None:
                 turn.drafts[n] = turn.extra[n] = True
 
 
-def _look(turn: Turn, cost: CostModel, able: list[bool]) -> bool:
-    """Draft for requests that have just come, since drafting may pay for them although it did not for those
-    before: for as many as half the credit allows, to see what the head promises of them.
+def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
+    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: for those that
+    have just come, to see whether the head promises more of them than of those before, or else, if it is
+    time for a probe, for those that have waited longest. Where nodes are dear, fewer of one tree are verified.
     """
-    newcomers = [n for n, member in enumerate(turn.members) if not member.trees and able[n]]
-    if not newcomers or not _hopeful(turn, cost):
-        return False
-    for nodes in (_PROBE_NODES, 1):
-        count = len(newcomers)
-        while count and _loss(turn, cost, count, nodes) > 0.5 * turn.prospect.credit:
-            count -= 1
-        if 2 * count >= len(newcomers):
-            break
-    for n in newcomers[:count]:
+    members, prospect, batch = turn.members, turn.prospect, len(able)
+    order = [n for n in range(batch) if able[n]]
+    newcomers = [n for n in order if not members[n].trees]
+    if turn.fresh and newcomers and _hopeful(turn, cost):
+        turn.rests = False
+        if prospect.credit > _RESERVE:
+            turn.kind, order = "look", newcomers
+    if turn.kind != "look":
+        if not prospect.due:
+            return
+        turn.kind, turn.rests = "probe", False
+        order.sort(key=lambda n: (members[n].trees, -members[n].waited))
+    look = turn.kind == "look"
+    most, nodes = (len(order), _LOOK_NODES) if look else (batch // _PROBED, _PROBE_NODES)
+    grown = LOOK_GROWN if look else PROBE_GROWN
+    base = cost.build.at(0) + cost.verify.at(batch)
+
+    def loss(count: int, nodes: int) -> float:
+        spent = cost.draft.at(count) + cost.build.at(count * grown)
+        return (spent + cost.verify.at_most(batch + count * nodes) - base) / turn.plain
+
+    count = 1
+    while count < most and loss(count + 1, nodes) <= 0.5 * prospect.credit:
+        count += 1
+    while nodes > 1 and loss(count, nodes) > prospect.credit:
+        nodes //= 2
+    if loss(count, nodes) > prospect.credit:
+        prospect.save(loss(count, nodes))
+        turn.kind = "plain"
+        return
+    for n in order[:count]:
         turn.drafts[n] = True
-        turn.kind, turn.least = "look", turn.least + nodes
-    return count > 0
+        turn.least += nodes
 
 
 def _hopeful(turn: Turn, cost: CostModel) -> bool:
@@ -105,29 +129,3 @@ def _hopeful(turn: Turn, cost: CostModel) -> bool:
     return False
 
 
-def _loss(turn: Turn, cost: CostModel, drafts: int, nodes: int) -> float:
-    """Plain rounds' worth of time that a probe of so many sequences takes at most."""
-    batch = len(turn.members)
-    spent = cost.draft.at(drafts) + cost.build.at(drafts * PROBE_GROWN) - cost.build.at(0)
-    return (spent + cost.verify.at_most(batch + drafts * nodes) - cost.verify.at(batch)) / turn.plain
-
-
-def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
-    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: the newest, and
-    those that have waited longest. Where nodes are dear, fewer of one tree are verified.
-    """
-    batch, prospect = len(able), turn.prospect
-    count, nodes = 1, _PROBE_NODES
-    while count < batch // _PROBED and _loss(turn, cost, count + 1, nodes) <= 0.5 * prospect.credit:
-        count += 1
-    while nodes > 1 and _loss(turn, cost, count, nodes) > prospect.credit:
-        nodes //= 2
-    if _loss(turn, cost, count, nodes) > prospect.credit:
-        prospect.save(_loss(turn, cost, count, nodes))
-        return
-    members = turn.members
-    order = [n for n in range(batch) if able[n]]
-    order.sort(key=lambda n: (members[n].trees, -members[n].waited))
-    for n in order[:count]:
-        turn.drafts[n] = True
-        turn.kind, turn.least = "probe", turn.least + nodes

@@ -125,7 +125,7 @@ class Forecaster:
     ) -> None:
         """At the start of a round: anew now and then."""
         self._age += 1
-        if self._age < min(_LOOK, self._looks):
+        if self._age < min(_LOOK, self._looks // 2):
             return
         before, self._age = self.outlook.speedup, 0
         self._looks += 1

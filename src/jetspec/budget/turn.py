@@ -97,6 +97,8 @@ class Turn:
     plain     seconds of plain decoding
     drafts    for whom is drafted
     extra     drafted for only to see whether their drafts have got better
+    fresh     whether requests have come since the last draft, when probes were rare
+    rests     whether it is plain, and so would the next ones be until the outlook is looked at again
     explores  whether a size may be tried whose cost is not known
     least     nodes to verify in any case, of all sequences together
     learns    whether chances and costs are refined by it
@@ -118,6 +120,8 @@ class Turn:
     drafts: list[bool]
     extra: list[bool]
     kind: Kind = "plain"
+    fresh: bool = False
+    rests: bool = False
     explores: bool = False
     least: int = 0
     learns: bool = True
