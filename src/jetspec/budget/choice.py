@@ -77,9 +77,9 @@ def _choose_members(turn: Turn, able: list[bool]) -> None:
 
 
 def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
-    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: for those that
-    have just come, to see whether the head promises more of them than of those before, or else, if it is
-    time for a probe, for those that have waited longest. Where nodes are dear, fewer of one tree are verified.
+    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: a look at those
+    that have just come, to see whether the head promises more of them than of those before, or else, if it is
+    time, a probe of those that have waited longest. Where nodes are dear, fewer of one tree are verified.
     """
     members, prospect, batch = turn.members, turn.prospect, len(able)
     order = [n for n in range(batch) if able[n]]
@@ -127,5 +127,3 @@ def _hopeful(turn: Turn, cost: CostModel) -> bool:
         if gain * turn.plain >= seconds:
             return True
     return False
-
-

@@ -39,6 +39,7 @@ _NODES = (
 _FEWER = 0.95  # drafting for fewer than may be has to be clearly better: who is worth it is uncertain
 _EACH = 4  # up to here every number of sequences is looked at, then every fourth
 _LOOK = 8  # rounds between two looks
+_MET = 8  # looks after which a new outlook says more of the head than of who has come
 _PRICED = 64  # nodes over which the time of growing one is averaged
 
 
@@ -137,7 +138,7 @@ class Forecaster:
             self.hoped = look_ahead(cost, plain, size, prospect, weights, hope=True)
         rate = max(1.0, prospect.yields * self.outlook.speedup) * len(contexts) / plain
         self.reach = _worth_growing(cost, rate, prospect.gains)
-        if before > 0.0 and self.outlook.speedup > 0.0:
+        if before > 0.0 and self.outlook.speedup > 0.0 and self._looks > _MET:
             prospect.reforecast(self.outlook.speedup / before)
 
     def meet(self, count: int, sampled: bool, changed: bool) -> None:
