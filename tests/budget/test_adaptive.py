@@ -218,3 +218,18 @@ def test_without_a_calibration_maps_are_fitted_on_the_way() -> None:
     fixed = knowledge(machine, calibration=given)
     run(AdaptiveBudget(fixed), Head(boast=0.3), machine, 100)
     assert fixed.calibration is given
+
+
+def test_plain_rounds_without_a_thought_end_with_a_new_request() -> None:
+    """Guards the short way through plain rounds: it is taken where drafting is off for long, leaves time for
+    probes, and never for other requests than those it was decided for."""
+    machine = Machine()
+    budget, head = AdaptiveBudget(knowledge(machine)), Head(right=False)
+    members = sequences(2)
+    log = run(budget, head, machine, 700, members=members)
+    assert 0 < sum(map(bool, log.drafted[300:])) < 6
+    while not budget._rest:
+        run(budget, head, machine, 1, members=members)
+    turn = budget._turn
+    assert budget.limits(members) == [0, 0] and budget._turn is turn
+    assert budget.limits(sequences(3)[1:]) == [0, 0] and budget._turn is not turn, "another batch"

@@ -29,12 +29,14 @@ class Head:
     round to round, each further one with half the chance of the one before, or none of them.
 
     sure    mean log-odds of candidate 0; drift: how much they vary
+    others  what the chances of the further candidates are multiplied with
     boast   power that turns the true chances into the stated ones: below 1 it promises too much
     right   False: the target's token is never among the candidates
     """
 
     sure: float = 0.8
     drift: float = 1.0
+    others: float = 1.0
     boast: float = 1.0
     depth: int = 7
     right: bool = True
@@ -51,7 +53,7 @@ class Head:
         tokens, logps, truth = [], [], []
         for depth in range(self.depth):
             first = 1.0 / (1.0 + math.exp(-(level - 0.15 * depth)))
-            chances = [first, *((1.0 - first) * 0.5**rank for rank in range(1, WIDTH))]
+            chances = [first, *(self.others * (1.0 - first) * 0.5**rank for rank in range(1, WIDTH))]
             chosen = dice.choices([*range(WIDTH), -1], [*chances, max(0.0, 1.0 - sum(chances))])[0]
             truth.append(chosen if self.right else -1)
             tokens.append(list(range(WIDTH)))

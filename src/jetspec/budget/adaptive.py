@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
-from jetspec.budget.choice import PROBE_GROWN, choose, worth_drafting
+from jetspec.budget.choice import LOOK_GROWN, PROBE_GROWN, choose, worth_drafting
 from jetspec.budget.cost import RoundSize
 from jetspec.budget.count import how_many
 from jetspec.budget.fixed import MAX_BUDGET
@@ -30,6 +30,9 @@ from jetspec.budget.turn import MOST_REACH, TRIALS, Turn
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
 
+_SETTLED = 32  # plain rounds in a row after which they go on...
+_REST, _SELDOM = 7, 4  # ...for so many without a thought, and every fourth one is learned from
+
 
 class AdaptiveBudget:
     """The policy of one engine; see the module's docstring.
@@ -41,6 +44,10 @@ class AdaptiveBudget:
         self.knowledge = knowledge
         self.floor = -math.inf
         self._turn: Turn | None = None
+        self._ids: list[int] = []
+        self._fresh = False
+        self._undrafted = 0  # plain rounds in a row
+        self._rest = 0  # of these, to come, that need no thought
         self._members = Members()
         self._forecaster = Forecaster()
 
@@ -49,10 +56,16 @@ class AdaptiveBudget:
         kept.
         """
         known, count, forecaster = self.knowledge, len(sequences), self._forecaster
+        ids = [s.id for s in sequences]
+        if self._rest and ids == self._ids:
+            self._rest -= 1
+            return [0] * count
+        self._ids = ids
         sampled = 2 * sum([not s.sampling.greedy for s in sequences]) > count
         prospect = known.prospect(sampled)
         contexts = [s.position for s in sequences]
         members, changed = self._members.of(sequences)
+        self._fresh = prospect.rare if changed else self._fresh
         bias = known.bias(count)
         plain = known.cost.plain(contexts) * bias.plain
         forecaster.meet(count, sampled, changed)
@@ -69,9 +82,14 @@ class AdaptiveBudget:
             drafts=[False] * count,
             extra=[False] * count,
             compared=bias.known,
+            fresh=self._fresh,
         )
         able = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
         choose(turn, known.cost, forecaster.hoped, able)
+        self._fresh = self._fresh and turn.kind == "plain"
+        self._rest = _REST if turn.rests and self._undrafted >= _SETTLED else 0
+        if self._rest:
+            forecaster.hurry()
         reach = self._reach(turn)
         limit = max(1, min(int(reach), MAX_BUDGET, MOST_ROWS // count))
         return [limit * drafted for drafted in turn.drafts]
@@ -81,9 +99,9 @@ class AdaptiveBudget:
         nodes, situation = turn.outlook.nodes, turn.situation
         if turn.kind == "plain":
             return 0.0
-        if turn.kind == "probe":
+        if turn.tries:
             self.floor = -math.inf
-            return max(situation.reach, PROBE_GROWN, 1.5 * nodes)
+            return LOOK_GROWN if turn.kind == "look" else max(situation.reach, PROBE_GROWN, 1.5 * nodes)
         situation.widen(nodes)
         reach, self.floor = situation.limits(nodes, turn.explores)
         return min(reach, self._forecaster.reach, MOST_REACH)
@@ -116,7 +134,7 @@ class AdaptiveBudget:
             values = stated[owner]
             turn.expected[owner] = sum([values[node] for node in own])
         turn.rows = len(trees) + count
-        if turn.kind != "probe":
+        if not turn.tries:
             turn.situation.move(trees, kept)
         return [keep(tree, own) for tree, own in zip(trees, kept, strict=True)]
 
@@ -126,7 +144,13 @@ class AdaptiveBudget:
         """Learn from the outcome: chances, costs, and whether drafting pays."""
         turn, known = self._turn, self.knowledge
         assert turn is not None, "limits() comes first"
-        self._turn = None
+        if self._rest:  # the same turn, and nothing to find out
+            if self._rest % _SELDOM:
+                turn.prospect.wait()
+                turn.prospect.pay(1.0, 0.0)
+                return
+        else:
+            self._turn = None
         rows = [len(tree.tokens) for tree in trees]
         size = RoundSize(
             len(trees),
@@ -144,6 +168,7 @@ class AdaptiveBudget:
         else:
             turn.prospect.wait()
             turn.prospect.pay(1.0, 0.0)
+        self._undrafted = 0 if size.drafts else self._undrafted + 1
         known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size))
         if turn.learns:
             known.learn(size, spent)
@@ -154,8 +179,8 @@ class AdaptiveBudget:
         self, turn: Turn, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]]
     ) -> None:
         """What was accepted, against what was expected."""
-        prospect, probe = turn.prospect, turn.kind == "probe"
-        if probe:
+        prospect, probe = turn.prospect, turn.tries
+        if turn.kind == "probe":
             prospect.forget()
         common = prospect.trust
         for n, tree in enumerate(trees):
@@ -183,7 +208,7 @@ class AdaptiveBudget:
         else:
             prospect.pay(cost, cost - 1.0 - accepted / batch)
             self._forecaster.hurry()
-        if turn.kind == "probe":
+        if turn.tries:
             self._end_probe(turn, accepted, cost)
             return
         prospect.earn(speedup, cost, max(turn.outlook.speedup, 1e-3))
@@ -199,13 +224,15 @@ class AdaptiveBudget:
         prospect, forecaster = turn.prospect, self._forecaster
         forecaster.look(self.knowledge.cost, prospect, turn.contexts, turn.plain, turn.members)
         promising = prospect.yields * forecaster.outlook.speedup >= 1.0
-        prospect.probed(promising or 1.0 + accepted / len(turn.contexts) >= cost)
+        paid = promising or 1.0 + accepted / len(turn.contexts) >= cost
+        if paid or turn.kind == "probe":
+            prospect.probed(paid)
         turn.situation.trials = 0
 
 
 def _see(turn: Turn, count: int, ranking: Ranking, factors: list[float]) -> None:
     """Take down the gains of every tree, as they are without its sequence's factor."""
-    prospect, probe = turn.prospect, turn.kind == "probe"
+    prospect, probe = turn.prospect, turn.tries
     by_tree: list[list[float]]
     if count == 1:
         by_tree = [ranking.gains]

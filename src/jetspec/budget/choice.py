@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from jetspec.budget.cost import CostModel
 from jetspec.budget.outlook import Outlook
-from jetspec.budget.prospect import CREDIT
+from jetspec.budget.prospect import CREDIT, FIRST
 from jetspec.budget.turn import TRIALS, Turn
 
 _PROBE_NODES = 4  # verified per tree of a probe or trial, whatever they promise: it is there to learn
 PROBE_GROWN = 32  # grown for it, to see what a larger budget would bring
+_LOOK_NODES, LOOK_GROWN = 1, 8  # grown for a look at a request that has just come
 _PROBED = 4  # one in so many sequences is drafted for in a probe
 _EXPLORE = 4  # in every fourth round sizes may be tried whose cost is not known
 _SETTLED = 96  # rounds after which every second one is learned from: the time is better spent on decoding
@@ -16,6 +17,8 @@ _ABOUT = 0.95  # speedup that counts as about none
 _CLOSE, _CHECK = 1.3, 64  # smaller speedups are checked against a plain round, after so many rounds...
 _CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...
 _FIRST = 3  # ...or where that was hardly ever done
+_RESERVE = 0.5 * CREDIT  # left alone by looks, or it would never cover the drafting that they suggest
+_BETTER = 2.0  # times as good as lately that requests may be which have just come
 _EXTRA = 8  # one in so many sequences may be drafted for to see whether its drafts have got better
 
 
@@ -48,7 +51,8 @@ def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> Non
         _choose_members(turn, able)
         if turn.kind == "trial":
             turn.least = _PROBE_NODES * sum(turn.drafts)
-    elif turn.prospect.due:
+    else:
+        turn.rests = True
         _probe(turn, cost, able)
 
 
@@ -73,27 +77,53 @@ def _choose_members(turn: Turn, able: list[bool]) -> None:
 
 
 def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
-    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: the newest, and
-    those that have waited longest. Where nodes are dear, fewer of one tree are verified.
+    """Draft for a few sequences, as many as half the credit allows, or one if all of it does: a look at those
+    that have just come, to see whether the head promises more of them than of those before, or else, if it is
+    time, a probe of those that have waited longest. Where nodes are dear, fewer of one tree are verified.
     """
-    batch, prospect = len(able), turn.prospect
+    members, prospect, batch = turn.members, turn.prospect, len(able)
+    order = [n for n in range(batch) if able[n]]
+    newcomers = [n for n in order if not members[n].trees]
+    if turn.fresh and newcomers and _hopeful(turn, cost):
+        turn.rests = False
+        if prospect.credit > _RESERVE:
+            turn.kind, order = "look", newcomers
+    if turn.kind != "look":
+        if not prospect.due:
+            return
+        turn.kind, turn.rests = "probe", False
+        order.sort(key=lambda n: (members[n].trees, -members[n].waited))
+    look = turn.kind == "look"
+    most, nodes = (len(order), _LOOK_NODES) if look else (batch // _PROBED, _PROBE_NODES)
+    grown = LOOK_GROWN if look else PROBE_GROWN
     base = cost.build.at(0) + cost.verify.at(batch)
 
     def loss(count: int, nodes: int) -> float:
-        spent = cost.draft.at(count) + cost.build.at(count * PROBE_GROWN)
+        spent = cost.draft.at(count) + cost.build.at(count * grown)
         return (spent + cost.verify.at_most(batch + count * nodes) - base) / turn.plain
 
-    count, nodes = 1, _PROBE_NODES
-    while count < batch // _PROBED and loss(count + 1, nodes) <= 0.5 * prospect.credit:
+    count = 1
+    while count < most and loss(count + 1, nodes) <= 0.5 * prospect.credit:
         count += 1
     while nodes > 1 and loss(count, nodes) > prospect.credit:
         nodes //= 2
     if loss(count, nodes) > prospect.credit:
         prospect.save(loss(count, nodes))
+        turn.kind = "plain"
         return
-    members = turn.members
-    order = [n for n in range(batch) if able[n]]
-    order.sort(key=lambda n: (members[n].trees, -members[n].waited))
     for n in order[:count]:
         turn.drafts[n] = True
-        turn.kind, turn.least = "probe", turn.least + nodes
+        turn.least += nodes
+
+
+def _hopeful(turn: Turn, cost: CostModel) -> bool:
+    """Whether drafting for all would pay if the head did some times better than lately."""
+    batch, gain = len(turn.members), 0.0
+    for nodes, own in enumerate(turn.prospect.gains[:FIRST], start=1):
+        gain += _BETTER * turn.prospect.trust * own
+        rows = batch * nodes
+        seconds = cost.draft.at(batch) + cost.build.at(rows) - cost.build.at(0)
+        seconds += cost.verify.at(batch + rows) - cost.verify.at(batch)
+        if gain * turn.plain >= seconds:
+            return True
+    return False

@@ -22,7 +22,7 @@ def how_many(turn: Turn, cost: CostModel, ranking: Ranking) -> int:
     fixed = turn.plain - cost.verify.at(batch) - cost.build.at(0) + cost.build.at(turn.grown)
     fixed += cost.draft.at(sum(turn.drafts))
     prospect, least = turn.prospect, turn.least
-    credit = 0.5 * prospect.credit if turn.kind == "probe" else prospect.credit
+    credit = 0.5 * prospect.credit if turn.tries else prospect.credit
     tokens = first = 0.0
     safe = turn.outlook.drafts * turn.outlook.nodes if turn.kind == "trial" else 0  # was covered when planned
     for n, gain in enumerate(gains, start=1):
@@ -33,7 +33,7 @@ def how_many(turn: Turn, cost: CostModel, ranking: Ranking) -> int:
         if n > safe and worst / turn.plain - 1.0 - prospect.sure(first, tokens) / batch <= credit:
             safe = n
     count = best_count(gains[:safe], [fixed + own for own in seconds], batch, rate)
-    return max(count, min(least, len(gains) if turn.kind == "probe" else safe))
+    return max(count, min(least, len(gains) if turn.tries else safe))
 
 
 def _further(turn: Turn, cost: CostModel, ranking: Ranking) -> list[float] | None:

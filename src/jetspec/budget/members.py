@@ -13,7 +13,7 @@ _TYPICAL = 0.5
 _MEMORY = 1 - 1 / 24  # per tree
 _EXTRA_MEMORY = 0.8  # per tree of one that is otherwise left out
 _NEWEST = 1 / 24  # weight of the newest tree in a sequence's share of the gains
-_FEW = 3.0  # trees that those of all sequences count for
+_FEW = 1.5  # trees that those of all sequences count for
 _SHORTEST, _LONGEST = 8.0, 512.0  # rounds in which a sequence is left out
 _GROWTH = 1.6
 

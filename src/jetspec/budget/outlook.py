@@ -39,6 +39,7 @@ _NODES = (
 _FEWER = 0.95  # drafting for fewer than may be has to be clearly better: who is worth it is uncertain
 _EACH = 4  # up to here every number of sequences is looked at, then every fourth
 _LOOK = 8  # rounds between two looks
+_MET = 8  # looks after which a new outlook says more of the head than of who has come
 _PRICED = 64  # nodes over which the time of growing one is averaged
 
 
@@ -118,16 +119,17 @@ class Forecaster:
         self.outlook = self.hoped = NOTHING
         self.reach = math.inf
         self._key: tuple[int, bool] | None = None
-        self._age = 0
+        self._age = self._looks = 0
 
     def look(
         self, cost: CostModel, prospect: Prospect, contexts: list[int], plain: float, members: list[Member]
     ) -> None:
         """At the start of a round: anew now and then."""
         self._age += 1
-        if self._age < _LOOK:
+        if self._age < min(_LOOK, self._looks // 2):
             return
         before, self._age = self.outlook.speedup, 0
+        self._looks += 1
         trust = prospect.trust
         weights = sorted([member.weight(trust) for member in members], reverse=True)
         size = RoundSize.plain(contexts)
@@ -136,13 +138,13 @@ class Forecaster:
             self.hoped = look_ahead(cost, plain, size, prospect, weights, hope=True)
         rate = max(1.0, prospect.yields * self.outlook.speedup) * len(contexts) / plain
         self.reach = _worth_growing(cost, rate, prospect.gains)
-        if before > 0.0 and self.outlook.speedup > 0.0:
+        if before > 0.0 and self.outlook.speedup > 0.0 and self._looks > _MET:
             prospect.reforecast(self.outlook.speedup / before)
 
     def meet(self, count: int, sampled: bool, changed: bool) -> None:
         """The batch of the round that begins. What was forecast for another one does not hold for it."""
         if changed or self._key != (count, sampled):
-            self.outlook, self._age, self._key = NOTHING, _LOOK, (count, sampled)
+            self.outlook, self._looks, self._key = NOTHING, 0, (count, sampled)
 
     def hurry(self, rounds: int = _LOOK) -> None:
         """Let the next look come so many rounds earlier."""

@@ -21,6 +21,7 @@ _KEPT = 4.0  # trees that gains from an earlier process count for
 _WIDER, _MUCH_WIDER = 4, 12  # times as many nodes as were ever verified of a tree that may be planned with...
 _FEW = 16.0  # ...below and above so many accepted nodes
 _SHORTEST, _LONGEST = 8, 4096  # rounds between probes
+_OFTEN = 16.0  # up to here they are frequent
 _GROWTH = 1.6  # of that interval, per failed probe
 
 
@@ -140,6 +141,11 @@ class Prospect:
     def due(self) -> bool:
         """Whether it is time for a probe."""
         return self._waited >= self._interval
+
+    @property
+    def rare(self) -> bool:
+        """Whether probes have become rare: who comes now may wait for long until one."""
+        return self._interval > _OFTEN
 
     def wait(self) -> None:
         """A round without a draft went by."""

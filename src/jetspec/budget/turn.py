@@ -23,8 +23,9 @@ _FIRST_MARGIN = 1.0
 _FAR = 1.5  # how many times wider a plan has to be for limits to be found anew
 _WIDER_REACH, _WIDER_FLOOR = 1.25, 0.4  # of rounds that try other sizes
 
-# A draft, one whose promise is little tested, one for the sake of learning, or none.
-Kind: TypeAlias = Literal["draft", "trial", "probe", "plain"]
+# A draft, one whose promise is little tested, one for the sake of learning about the head or about requests
+# that have just come, or none.
+Kind: TypeAlias = Literal["draft", "trial", "probe", "look", "plain"]
 
 
 @dataclass
@@ -96,6 +97,8 @@ class Turn:
     plain     seconds of plain decoding
     drafts    for whom is drafted
     extra     drafted for only to see whether their drafts have got better
+    fresh     whether requests have come since the last draft, when probes were rare
+    rests     whether it is plain, and so would the next ones be until the outlook is looked at again
     explores  whether a size may be tried whose cost is not known
     least     nodes to verify in any case, of all sequences together
     learns    whether chances and costs are refined by it
@@ -117,6 +120,8 @@ class Turn:
     drafts: list[bool]
     extra: list[bool]
     kind: Kind = "plain"
+    fresh: bool = False
+    rests: bool = False
     explores: bool = False
     least: int = 0
     learns: bool = True
@@ -126,6 +131,11 @@ class Turn:
     expected: list[float] = field(default_factory=list)
     rows: int = 0
     allowed: float | None = None
+
+    @property
+    def tries(self) -> bool:
+        """Whether it drafts only for the sake of learning."""
+        return self.kind in ("probe", "look")
 
     @property
     def rate(self) -> float | None:
