@@ -45,6 +45,16 @@ def test_a_change_of_pace_is_no_gap() -> None:
     assert abs(bias.value) < 0.05
 
 
+def test_where_drafting_is_off_a_few_probes_tell() -> None:
+    """Guards a machine whose memory got slower, which makes plain rounds dear and drafted ones hardly: with
+    shares of 1/12 it took some forty probes, hundreds of rounds apart, until drafting was tried again."""
+    dice, bias = random.Random(5), Bias.kept(0.1)
+    for n in range(1, 6 * 40 + 1):
+        probe = n % 40 == 0
+        bias.see(probe, math.exp(dice.gauss(0.0, 0.03) - 0.2 * probe), tries=True)
+    assert bias.value < -0.1  # 0.0 with shares of 1/12
+
+
 def test_one_stall_moves_little() -> None:
     """Guards against a round of a second."""
     bias = Bias()

@@ -71,7 +71,8 @@ def test_the_command_writes_what_auto_reads(tiny_folder: Path, head_folder: Path
     done = jetspec("calibrate", *arguments, "--tokens", 150, "--nodes", 8, "--json")
     facts = done.json
     assert set(facts["error_on_held_out_half"]) == {"path", "step"}
-    assert facts["command"].startswith("jetspec calibrate --prompts prompts.txt --tokens 150")
+    named = f"--model {tiny_folder.name} --head {head_folder.name}"  # without them: the packaged head's file
+    assert facts["command"].startswith(f"jetspec calibrate {named} --prompts prompts.txt --tokens 150")
     assert json.loads((head_folder / "calibration.json").read_text())["rounds"] == facts["rounds"] > 0
     assert Path(facts["plot"]).read_bytes().startswith(b"\x89PNG")
     target = load_target(str(tiny_folder))
@@ -95,6 +96,8 @@ def test_the_command_writes_what_auto_reads(tiny_folder: Path, head_folder: Path
         (["--nodes", "0"], "--nodes"),
         (["--nodes", "9999"], "budget"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--plot", "picture.xyz"], "--plot is picture.xyz; give a .png file"),
+        (["--plot", "folder"], "--plot is folder; give a .png file"),
     ],
 )
 def test_bad_options_are_one_line(

@@ -75,7 +75,9 @@ def test_costs_come_back_from_json() -> None:
         {"verify": {"1": float("nan")}},
         {"verify": {"1": -1.0}},
         {"verify": {"-1": 1.0}},
+        {"verify": {"1": 1.7e308}},
         {"sequence": -1.0},
+        {"context": 1e308},
         {"context": None},
     ],
 )

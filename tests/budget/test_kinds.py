@@ -44,11 +44,12 @@ def forward(batch: int) -> Callable[[float], float]:
     return seconds
 
 
-def policy(machine: Machine) -> AdaptiveBudget:
+def policy(machine: Machine, whole: int | None = None) -> AdaptiveBudget:
     """A new one, with costs that are wrong by 3 % and chances that are right."""
     knots = [Knot(-6.0, -6.0, 9), Knot(0.0, 0.0, 9)]
     maps = Calibration({Group(False, spine, 0): knots for spine in (False, True)})
-    return AdaptiveBudget(Knowledge(Measurement(machine.model(0.03), 1.0, False), maps))
+    costs = Measurement(machine.model(0.03), 1.0, False)
+    return AdaptiveBudget(Knowledge(costs, maps, whole_depth=whole))
 
 
 def requests(ids: Iterator[int], batch: int) -> list[Sequence]:
@@ -102,3 +103,15 @@ def test_new_requests_do_not_bring_a_useless_head_back(sure: float) -> None:
     logs = [run(budget, head, machine, 16, members=requests(ids, 4)) for _ in range(60)]
     assert sum(sum(map(bool, log.drafted)) for log in logs[20:]) <= 10
     assert sum(sum(log.seconds) for log in logs) < 1.01 * 60 * 16 * machine.plain(4)
+
+
+def test_small_trees_need_no_deep_drafts() -> None:
+    """Guards batches where whole drafts do not pay and shallow ones do: their price has to be known before
+    the first one."""
+    for whole, least in ((7, 1.06), (None, 0.98)):
+        machine = Machine(draft=0.0036, verify=forward(4), noise=0.08, whole=whole)
+        fixed = fixed_rates(heads(0.7, 4, 1), machine, 400, 4, (0, 2, 4))
+        assert (max(fixed.values()) > 1.1 * fixed[0]) == (whole is not None)
+        budget = policy(machine, whole)
+        log = run(budget, heads(0.7, 4, 2), machine, 600, members=requests(count(), 4))
+        assert log.rounds(100).rate > least * fixed[0]

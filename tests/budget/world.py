@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from jetspec.budget.base import Budget, Spent
-from jetspec.budget.cost import CostModel, RoundSize
+from jetspec.budget.cost import CostModel, RoundSize, blocks
 from jetspec.budget.curve import Curve
 from jetspec.budget.profile import _HALVINGS, _ROWS, _WIDE, halfway
 from jetspec.sampling import Sampling
@@ -46,8 +46,10 @@ class Head:
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
 
-    def draft(self) -> tuple[MarginalProposal, list[int]]:
-        """A proposal, and the tokens that the target will pick, one per depth and one more."""
+    def draft(self, most: int | None = None) -> tuple[MarginalProposal, list[int]]:
+        """A proposal of at most so many depths, and the tokens that the target will pick, one per depth and
+        one more.
+        """
         dice = self._dice
         level = dice.gauss(self.sure, self.drift)
         tokens, logps, truth = [], [], []
@@ -58,18 +60,21 @@ class Head:
             truth.append(chosen if self.right else -1)
             tokens.append(list(range(WIDTH)))
             logps.append([self.boast * math.log(chance) for chance in chances])
-        return MarginalProposal(tokens, logps), [*truth, -1]
+        return MarginalProposal(tokens[:most], logps[:most]), [*truth, -1]
 
 
 @dataclass
 class Machine:
-    """What rounds take, in seconds, with noise: `draft` per forward, `verify` of so many rows."""
+    """What rounds take, in seconds, with noise: `draft` per forward, `verify` of so many rows. `whole`: depth
+    of a whole draft, where a part of it costs less.
+    """
 
     draft: float = 0.004
     verify: Callable[[float], float] = lambda rows: 0.012 + 0.0002 * rows
     noise: float = 0.0
     stalls: float = 0.0  # share of rounds that take ten times as long
     seed: int = 0
+    whole: int | None = None
 
     def model(self, wrong: float = 0.0) -> CostModel:
         """What a measurement would give; `wrong` is the spread of its errors, in logs."""
@@ -155,7 +160,8 @@ def run(
     for _ in range(rounds):
         limits = budget.limits(members)
         floor: float = getattr(budget, "floor", -math.inf)
-        drafts = [head.draft() if limit else None for head, limit in zip(own, limits, strict=True)]
+        depth: int | None = getattr(budget, "depth", None) if machine.whole else None
+        drafts = [head.draft(depth) if limit else None for head, limit in zip(own, limits, strict=True)]
         grown = [
             Tree.root_only(0) if draft is None else grow(0, draft[0], limit, floor=floor)
             for draft, limit in zip(drafts, limits, strict=True)
@@ -168,7 +174,7 @@ def run(
         rows = sum(tree.size for tree in trees)
         size = RoundSize(
             len(members),
-            sum(limit > 0 for limit in limits),
+            blocks(sum(limit > 0 for limit in limits), depth, machine.whole),
             sum(tree.budget for tree in grown),
             rows,
             64 * len(members),
@@ -199,7 +205,14 @@ def fixed_rates(
         / rounds
         / sum(
             machine.expected(
-                RoundSize(batch, batch * (nodes > 0), batch * nodes, batch * (nodes + 1), 64 * batch, 0)
+                RoundSize(
+                    batch,
+                    blocks(batch * (nodes > 0), max(1, nodes), machine.whole),
+                    batch * nodes,
+                    batch * (nodes + 1),
+                    64 * batch,
+                    0,
+                )
             )
         )
         for nodes in budgets

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetspec.decode.engine import Engine
 from jetspec.draft.backbone import Backbone
+from jetspec.draft.jetspec import BlockDrafter
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
 from jetspec.target.packed import native_available
 from tests.draft.tiny import TAPS, VOCAB, random_head, tiny_target
 
@@ -37,3 +41,53 @@ def test_context_rows_equal_the_portable_path() -> None:
         one, other = (cache.block(key)[:, :, :, :length] for cache in (fast, slow))
         assert (one - other).abs().max() < 1e-5
         assert one.abs().amax(dim=(1, 4)).min() > 0.1, "rows are missing"
+
+
+@pytest.mark.parametrize("scorer", ["none", "gated", "rnn"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shallow_draft_is_the_beginning_of_a_whole_one(scorer: str, temperature: float) -> None:
+    """Guards the depths that small budgets pay for: children and their chances are those of a whole block,
+    with and without noise in view; a head whose slots see later ones always drafts whole blocks."""
+    target = tiny_target()
+    for causal in (True, False):
+        head = random_head(target, scorer=scorer, rank=0 if scorer == "none" else 8, causal=causal)
+        drafter = BlockDrafter(head, target)
+        sampling = Sampling(temperature=temperature, seed=3)
+        prompts = ([3, 1, 4, 1, 5], [9, 2, 6])
+        s = [Sequence(n, list(ids), sampling, Limits(), lambda ids: "") for n, ids in enumerate(prompts)]
+        dice = torch.Generator().manual_seed(2)
+        for own in s:
+            drafter.observe(own.id, torch.randn(own.position, len(TAPS) * 64, generator=dice), None)
+        whole = drafter.propose(s)
+        for depth in (1, 2, 99):
+            for part, all_of_it in zip(drafter.propose(s, depth), whole, strict=True):
+                most = min(depth, all_of_it.max_depth) if causal else all_of_it.max_depth
+                assert part.max_depth == most
+                states = part.root_state, all_of_it.root_state
+                for _ in range(most):
+                    own, other = part.expand((states[0],))[0], all_of_it.expand((states[1],))[0]
+                    assert own.tokens[:5] == other.tokens[:5]
+                    assert own.logps[:5] == pytest.approx(other.logps[:5], abs=1e-4)
+                    states = own.states[1], other.states[1]
+
+
+def test_small_budgets_draft_no_deeper_than_they_verify() -> None:
+    """Guards the price of a draft: with a budget of 2 no third depth is computed, and no text changes."""
+    target = tiny_target()
+    drafter = BlockDrafter(random_head(target), target)
+    depths, forward = [], drafter.backbone.forward
+
+    def watched(keys: list[int], roots: list[int], depth: int | None = None) -> tuple[torch.Tensor, ...]:
+        hidden, logits = forward(keys, roots, depth)
+        depths.append(hidden.shape[1])
+        return hidden, logits
+
+    drafter.backbone.forward = watched  # type: ignore[method-assign, assignment]
+    texts = []
+    for budget in (0, 1, 2, 64):
+        depths.clear()
+        engine = Engine(target, drafter, budget=budget)
+        texts.append([s.tokens for s in engine.generate([[3, 1, 4], [1, 5]], limits=Limits(max_tokens=12))])
+        whole = drafter.whole_depth or 0
+        assert set(depths) == ({min(budget, whole)} if budget else set())
+    assert all(text == texts[0] for text in texts)

@@ -17,13 +17,13 @@ from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
 from jetspec.budget.choice import LOOK_GROWN, PROBE_GROWN, choose, worth_drafting
-from jetspec.budget.cost import RoundSize
+from jetspec.budget.cost import RoundSize, blocks
 from jetspec.budget.count import how_many
 from jetspec.budget.fixed import MAX_BUDGET
 from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.maps import chances
 from jetspec.budget.members import Members
-from jetspec.budget.outlook import MOST_ROWS, Forecaster
+from jetspec.budget.outlook import MOST_ROWS, Forecaster, planned_depth
 from jetspec.budget.plan import Ranking, keep, rank
 from jetspec.budget.prospect import FIRST, MOST
 from jetspec.budget.turn import MOST_REACH, TRIALS, Turn
@@ -38,18 +38,20 @@ class AdaptiveBudget:
     """The policy of one engine; see the module's docstring.
 
     floor     log-prob of a path below which nothing need be grown in this round
+    depth     below which nothing need be drafted; None drafts whole blocks
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
         self.floor = -math.inf
+        self.depth: int | None = None
         self._turn: Turn | None = None
         self._ids: list[int] = []
         self._fresh = False
         self._undrafted = 0  # plain rounds in a row
         self._rest = 0  # of these, to come, that need no thought
         self._members = Members()
-        self._forecaster = Forecaster()
+        self._forecaster = Forecaster(knowledge.whole_depth)
 
     def limits(self, sequences: Many[Sequence]) -> list[int]:
         """0 for whom drafting does not pay, else the same for all, a little more than is likely to be
@@ -90,6 +92,8 @@ class AdaptiveBudget:
         self._rest = _REST if turn.rests and self._undrafted >= _SETTLED else 0
         if self._rest:
             forecaster.hurry()
+        self.depth = None if turn.tries else planned_depth(turn.outlook.nodes, known.whole_depth)
+        turn.blocks = blocks(sum(turn.drafts), self.depth, known.whole_depth)
         reach = self._reach(turn)
         limit = max(1, min(int(reach), MAX_BUDGET, MOST_ROWS // count))
         return [limit * drafted for drafted in turn.drafts]
@@ -154,7 +158,7 @@ class AdaptiveBudget:
         rows = [len(tree.tokens) for tree in trees]
         size = RoundSize(
             len(trees),
-            sum(turn.drafts),
+            turn.blocks,
             turn.grown,
             rows=sum(rows),
             context=sum(turn.contexts),
@@ -169,7 +173,7 @@ class AdaptiveBudget:
             turn.prospect.wait()
             turn.prospect.pay(1.0, 0.0)
         self._undrafted = 0 if size.drafts else self._undrafted + 1
-        known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size))
+        known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size), turn.tries)
         if turn.learns:
             known.learn(size, spent)
         if turn.allowed is not None:

@@ -24,8 +24,8 @@ class Spent(NamedTuple):
 
 class Budget(Protocol):
     """How many nodes are worth drafting and verifying. The three calls of one round come in this order, all
-    with the same sequences. A policy may also have a number `floor`, read after `limits`: the log-prob of a
-    path below which nothing need be grown.
+    with the same sequences. A policy may also have numbers that are read after `limits`: `floor`, the
+    log-prob of a path below which nothing need be grown, and `depth`, below which no node need be drafted.
     """
 
     def limits(self, sequences: Many[Sequence]) -> list[int]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 _FRESH = 12  # rounds in which the machine is taken to be as fast as before
 _NEWEST = 0.3  # share of the newest round in the mean of its kind
-_LEAST_SHARE = 1 / 12  # of the newest comparison, once there are many
+_LEAST_SHARE = 1 / 12  # of the newest comparison, once there are many...
+_LEAST_RARE = 1 / 6  # ...and where drafting is off: old evidence is what a probe is there to replace
 _MOST = 0.3  # logs: a round further off was disturbed
 _ENOUGH = 4  # comparisons
 _PRIOR = 1.0  # comparisons' worth of trust in the measured costs
@@ -28,6 +29,7 @@ class Bias:
     samples: int = 0
     _mean: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of plain rounds, of drafted ones
     _since: list[int] = field(default_factory=lambda: [_FRESH, _FRESH])  # rounds since the last of each
+    _rare: bool = False  # whether the last drafted round was one that only tries
 
     @staticmethod
     def kept(value: float) -> Bias:
@@ -44,13 +46,15 @@ class Bias:
         """Whether there were enough comparisons."""
         return self.samples >= _ENOUGH
 
-    def see(self, drafted: bool, ratio: float) -> None:
-        """A round of so many times the modelled seconds."""
+    def see(self, drafted: bool, ratio: float, tries: bool = False) -> None:
+        """A round of so many times the modelled seconds; `tries`: it drafts only to see whether that pays."""
+        self._rare = tries if drafted else self._rare
         own, other = math.log(max(ratio, 1e-3)), not drafted
         if not self._since[other]:  # the kind changes; an unusual round is compared once with usual ones
             gap = own - self._mean[other] if drafted else self._mean[other] - own
             self.samples += 1
-            share = max(1.0 / (self.samples + _PRIOR), _LEAST_SHARE)
+            least = _LEAST_RARE if self._rare else _LEAST_SHARE
+            share = max(1.0 / (self.samples + _PRIOR), least)
             self.value += share * (min(_MOST, max(-_MOST, gap)) - self.value)
         share = _NEWEST if self._since[drafted] < _FRESH else 1.0
         self._mean[drafted] += share * (own - self._mean[drafted])

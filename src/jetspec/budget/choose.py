@@ -80,6 +80,7 @@ def _first_knowledge(file: CostFile, target: Target, drafter: Drafter, grow: Gro
         load_calibration(folder, shares_noise(drafter)) if isinstance(folder, Path) else None,
         gains=kept.gains if kept is not None else None,
         biases=kept.biases if kept is not None else None,
+        whole_depth=getattr(drafter, "whole_depth", None),
         measure=_measure_again(target, drafter, grow),
         file=file if worth_keeping else None,
     )

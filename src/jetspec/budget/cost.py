@@ -23,13 +23,14 @@ from jetspec.budget.curve import LEAST, Curve
 _PACE_ROUNDS = 15
 _SETTLED = 48  # rounds after which the parts that hardly decide anything are refined less often...
 _SELDOM = 4  # ...in every fourth round
+_MOST = 1e4  # seconds; what takes longer was not measured but damaged
 
 
 class RoundSize(NamedTuple):
     """What a round's cost depends on.
 
     sequences   B
-    drafts      sequences that were drafted for
+    drafts      sequences that were drafted for, in whole blocks: see `blocks`
     grown       nodes grown, all trees together, before they are cut
     rows        rows of the target's forward, roots included
     context     committed tokens, summed over sequences
@@ -48,6 +49,15 @@ class RoundSize(NamedTuple):
         """Plain decoding of sequences with so many committed tokens."""
         total = sum(contexts)
         return RoundSize(len(contexts), 0, 0, len(contexts), total, total)
+
+
+def blocks(drafts: int, depth: int | None, whole: int | None) -> int:
+    """Whole blocks of draft that cost about as much as `drafts` blocks of which `depth` of `whole` depths are
+    drafted; None is all of them.
+    """
+    if depth is None or whole is None:
+        return drafts
+    return -(-drafts * (1 + min(depth, whole)) // (1 + whole))
 
 
 @dataclass
@@ -136,11 +146,11 @@ class CostModel:
         curves: list[Curve] = []
         for name in _CURVES:
             points = {int(size): float(value) for size, value in values[name].items()}
-            if not points or min(points) < 0 or not all(0 < value < math.inf for value in points.values()):
+            if not points or min(points) < 0 or not all(0 < value < _MOST for value in points.values()):
                 raise ValueError(f"{name} is no curve")
             curves.append(Curve(points))
         rates = [float(values[name]) for name in _RATES]
-        if not all(0 <= rate < math.inf for rate in rates):
+        if not all(0 <= rate < _MOST for rate in rates):
             raise ValueError("a rate is out of range")
         draft, build, verify, commit = curves
         sequence, context, row_context = rates

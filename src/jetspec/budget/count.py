@@ -20,7 +20,7 @@ def how_many(turn: Turn, cost: CostModel, ranking: Ranking) -> int:
         count = best_count(gains, seconds, batch, rate)
         return _explore(turn, cost, gains, seconds, further, count, rate) if turn.explores else count
     fixed = turn.plain - cost.verify.at(batch) - cost.build.at(0) + cost.build.at(turn.grown)
-    fixed += cost.draft.at(sum(turn.drafts))
+    fixed += cost.draft.at(turn.blocks)
     prospect, least = turn.prospect, turn.least
     credit = 0.5 * prospect.credit if turn.tries else prospect.credit
     tokens = first = 0.0

@@ -16,6 +16,8 @@ DEFAULT_BUDGET = 8  # the fastest measured at batch 1 on the default target
 class FixedBudget:
     """`nodes` drafted nodes per sequence and round, root excluded; 0 is plain decoding.
 
+    depth     a tree of so many nodes is no deeper
+
     Raises OptionError if `nodes` is not an integer from 0 to 1024.
     """
 
@@ -26,6 +28,7 @@ class FixedBudget:
                 f"got {nodes!r}"
             )
         self.nodes = nodes
+        self.depth = max(1, nodes)
 
     def limits(self, sequences: Many[Sequence]) -> list[int]:
         """The same for all."""

@@ -4,6 +4,7 @@ and in which situations drafting pays.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -30,13 +31,15 @@ _KEEP_SECONDS = 60.0
 
 
 class Knowledge:
-    """What a policy knows and learns, shared by all engines of one target and drafter.
+    """What a policy knows and learns, shared by all engines of one target and drafter, which may run in
+    threads of their own: what adds to a collection, or goes through one, is done by one thread at a time.
 
     Args:
         measured: costs, as measured or read from the cache.
         gains: mean chances by rank and kind of sampling, as met in earlier processes; else those that the
             calibration was made on.
         biases: of the costs, as met in earlier processes; see `Bias`.
+        whole_depth: of the drafts, if a part of their depths costs less.
         calibration: of the head; None takes the head's word until rounds say otherwise.
         measure: measures again; it may return None.
         file: where the costs are kept.
@@ -49,10 +52,12 @@ class Knowledge:
         *,
         gains: Mapping[str, Many[float]] | None = None,
         biases: Mapping[int, float] | None = None,
+        whole_depth: int | None = None,
         measure: Callable[[], Measurement | None] = lambda: None,
         file: CostFile | None = None,
     ) -> None:
         self.cost, self._measuring, self.noisy = measured
+        self.whole_depth = whole_depth
         self.calibration = calibration if calibration is not None else Calibration()
         self.correction = Correction(_TRUST[calibration is not None])
         first = {**self.calibration.gains, **(gains or {})}
@@ -66,6 +71,7 @@ class Knowledge:
         self._measured_again = 0
         self._spent = 0.0  # seconds of rounds since the last measurement
         self._kept_at = time.monotonic()
+        self._lock = threading.RLock()
 
     def prospect(self, sampled: bool) -> Prospect:
         """What drafting brings with one kind of sampling."""
@@ -76,17 +82,22 @@ class Knowledge:
         key = (count.bit_length(), sampled)
         found = self.situations.get(key)
         if found is None:
-            found = self.situations[key] = Situation.first(count, nodes)
+            found = self.situations.setdefault(key, Situation.first(count, nodes))
         return found
 
     def bias(self, count: int) -> Bias:
         """Of batches of about so many sequences."""
-        return self.biases.setdefault(count.bit_length(), Bias())
+        with self._lock:
+            return self.biases.setdefault(count.bit_length(), Bias())
 
     def observe(self, tree: Tree, path: Many[int], sampled: bool) -> None:
         """The outcome of one verified tree. Without a calibration, maps are fitted as trees come in."""
         if tree.size == 1:
             return
+        with self._lock:
+            self._observe(tree, path, sampled)
+
+    def _observe(self, tree: Tree, path: Many[int], sampled: bool) -> None:
         self.correction.record(self.calibration, tree, path, sampled)
         if self._samples is None:
             return
@@ -107,6 +118,10 @@ class Knowledge:
 
     def learn(self, size: RoundSize, spent: Spent) -> None:
         """Refine the costs by a round; measure them again, or keep them, if it is time to."""
+        with self._lock:
+            self._learn(size, spent)
+
+    def _learn(self, size: RoundSize, spent: Spent) -> None:
         self.cost.learn(size, spent)
         self._spent += sum(spent)
         if self.noisy or self.odd > _ODD:
@@ -128,6 +143,10 @@ class Knowledge:
         """Write the costs to the cache, unless the machine was too busy for them to be good. What no longer
         describes the machine is removed from there.
         """
+        with self._lock:
+            self._keep()
+
+    def _keep(self) -> None:
         self._kept_at = time.monotonic()
         if self._file is not None and self.odd > _ODD:
             self._file.remove()

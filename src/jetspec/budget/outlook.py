@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
-from jetspec.budget.cost import CostModel, RoundSize
+from jetspec.budget.cost import CostModel, RoundSize, blocks
 from jetspec.budget.members import Member
 from jetspec.budget.prospect import FIRST, Prospect
 
@@ -41,6 +41,7 @@ _EACH = 4  # up to here every number of sequences is looked at, then every fourt
 _LOOK = 8  # rounds between two looks
 _MET = 8  # looks after which a new outlook says more of the head than of who has come
 _PRICED = 64  # nodes over which the time of growing one is averaged
+_DEEPER = 2  # by so many depths a tree may be deeper than the mean of nodes that is planned
 
 
 class Outlook(NamedTuple):
@@ -59,12 +60,18 @@ class Outlook(NamedTuple):
 NOTHING = Outlook(0, 0, 0.0)
 
 
+def planned_depth(nodes: int, whole: int | None) -> int | None:
+    """Down to where to draft trees of about so many nodes; None where drafts are always whole."""
+    return None if whole is None else min(whole, nodes + _DEEPER)
+
+
 def look_ahead(
     cost: CostModel,
     plain: float,
     size: RoundSize,
     prospect: Prospect,
     weights: Many[float],
+    whole: int | None = None,
     hope: bool = False,
 ) -> Outlook:
     """The number of sequences and of nodes with the highest speedup, among those whose loss the credit covers
@@ -75,6 +82,7 @@ def look_ahead(
         size: of that round.
         weights: what the mean gains are multiplied with for each sequence that may be drafted for,
             descending.
+        whole: depth of a whole draft, where a part of it costs less.
         hope: whether sizes that were hardly run turn out well.
     """
     batch, most = size.sequences, len(weights)
@@ -95,7 +103,8 @@ def look_ahead(
             if nodes >= len(total):
                 break
             rows = drafts * nodes
-            rest = base + draft[drafts] + cost.build.at(rows) + further * rows
+            drafting = draft[blocks(drafts, planned_depth(nodes, whole), whole)]
+            rest = base + drafting + cost.build.at(rows) + further * rows
             gain = weight * total[nodes]
             speedup = (batch + gain) * plain / (batch * (rest + verify[rows]))
             worth = speedup if drafts == most else _FEWER * speedup
@@ -113,9 +122,13 @@ class Forecaster:
     outlook   as costs are known
     hoped     if sizes that were hardly run turn out well
     reach     nodes of a tree, on the average, that are worth the time of growing them
+
+    Args:
+        whole: depth of a whole draft, where a part of it costs less.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: int | None = None) -> None:
+        self.whole = whole
         self.outlook = self.hoped = NOTHING
         self.reach = math.inf
         self._key: tuple[int, bool] | None = None
@@ -133,9 +146,9 @@ class Forecaster:
         trust = prospect.trust
         weights = sorted([member.weight(trust) for member in members], reverse=True)
         size = RoundSize.plain(contexts)
-        self.outlook = self.hoped = look_ahead(cost, plain, size, prospect, weights)
+        self.outlook = self.hoped = look_ahead(cost, plain, size, prospect, weights, self.whole)
         if len(members) > 1:  # for one, it is enough to try numbers of nodes
-            self.hoped = look_ahead(cost, plain, size, prospect, weights, hope=True)
+            self.hoped = look_ahead(cost, plain, size, prospect, weights, self.whole, hope=True)
         rate = max(1.0, prospect.yields * self.outlook.speedup) * len(contexts) / plain
         self.reach = _worth_growing(cost, rate, prospect.gains)
         if before > 0.0 and self.outlook.speedup > 0.0 and self._looks > _MET:

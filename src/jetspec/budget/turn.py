@@ -96,6 +96,7 @@ class Turn:
     contexts  committed tokens of each sequence
     plain     seconds of plain decoding
     drafts    for whom is drafted
+    blocks    of draft that this costs
     extra     drafted for only to see whether their drafts have got better
     fresh     whether requests have come since the last draft, when probes were rare
     rests     whether it is plain, and so would the next ones be until the outlook is looked at again
@@ -120,6 +121,7 @@ class Turn:
     drafts: list[bool]
     extra: list[bool]
     kind: Kind = "plain"
+    blocks: int = 0
     fresh: bool = False
     rests: bool = False
     explores: bool = False

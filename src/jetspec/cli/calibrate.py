@@ -38,6 +38,9 @@ Plot = Annotated[
 ]
 
 
+_FEW = 40  # prompts below which errors of 20 bins are hardly more than chance
+
+
 def calibrate(
     head: options.Head = "auto",
     model: options.Model = options.DEFAULT_MODEL,
@@ -65,6 +68,8 @@ def calibrate(
     check_growth(nodes, grow)
     if tokens < 1 or nodes < 1:
         raise OptionError(f"--tokens and --nodes must be at least 1, got {tokens} and {nodes}")
+    if plot is not None and plot.suffix != ".png":
+        raise OptionError(f"--plot is {plot}; give a .png file")
     screen = Screen(no_color=no_color, quiet=quiet or json)
     loaded = open_model(
         screen, model, head, budget=nodes, grow=grow, dtype=dtype, device=device, threads=threads
@@ -74,7 +79,7 @@ def calibrate(
         raise HeadError(f"{head} is not the folder of a head, and only those can be calibrated")
     start = time.monotonic()
     outcome = _run(screen, loaded, prompts, tokens, nodes)
-    facts = _facts(outcome, loaded, prompts, tokens, nodes)
+    facts = _facts(outcome, loaded, _command(loaded, head, prompts, tokens, nodes))
     path = save_calibration(folder, outcome.calibration, facts)
     picture = _draw(screen, outcome, loaded, plot if plot is not None else folder / "calibration.png")
     if json:
@@ -90,6 +95,10 @@ def calibrate(
         before, after = outcome.before[name].error, outcome.after[name].error
         screen.line(f"calibration error, chance that {what}: {before:.2%} as stated, {after:.2%} calibrated")
     screen.line("errors are those on the held-out half of the prompts")
+    if outcome.prompts < _FEW:
+        screen.note(
+            f"jetspec: {outcome.prompts} prompts are few: the errors say little; raise --tokens, or give more"
+        )
     screen.note(f"jetspec: wrote {path}" + ("" if picture is None else f" and {picture}"))
 
 
@@ -133,26 +142,36 @@ def _prompt_ids(loaded: LanguageModel, sources: list[str] | None, count: int) ->
     return [ids for ids in encoded if len(ids) <= most]
 
 
-def _facts(
-    outcome: Outcome,
-    loaded: LanguageModel,
-    sources: list[str] | None,
-    tokens: int,
-    nodes: int,
-) -> dict[str, Any]:
+def _command(loaded: LanguageModel, head: str, sources: list[str] | None, tokens: int, nodes: int) -> str:
+    """The command to run again. What others cannot find where it is here goes by its name alone."""
+    from jetspec.api import published_grow
+
+    words = ["jetspec calibrate"]
+    if loaded.target.name != options.DEFAULT_MODEL:
+        words.append(f"--model {_shown(loaded.target.name)}")
+    if head != "auto":
+        words.append(f"--head {_shown(head)}")
+    words += [f"--prompts {Path(source).name}" for source in sources or ()]
+    words.append(f"--tokens {tokens} --nodes {nodes}")
+    if loaded.grow != published_grow(loaded.drafter):
+        words.append(f"--grow {loaded.grow}")
+    return " ".join(words)
+
+
+def _shown(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def _facts(outcome: Outcome, loaded: LanguageModel, command: str) -> dict[str, Any]:
     """What the file says beside the maps."""
     from jetspec import __version__
-    from jetspec.api import published_grow
     from jetspec.budget.choose import shares_noise
 
-    names = [Path(source).name for source in sources or ()]
-    given = "".join(f" --prompts {name}" for name in names)
-    builder = "" if loaded.grow == published_grow(loaded.drafter) else f" --grow {loaded.grow}"
     return {
         "target": loaded.target.name,
         "shared_noise": shares_noise(loaded.drafter),
         "jetspec": __version__,
-        "command": f"jetspec calibrate{given} --tokens {tokens} --nodes {nodes}{builder}",
+        "command": command,
         "prompts": outcome.prompts,
         "rounds": outcome.rounds,
         "nodes": outcome.nodes,
@@ -194,5 +213,5 @@ def _draw(screen: Screen, outcome: Outcome, loaded: LanguageModel, path: Path) -
         axes.legend(loc="upper left", frameon=False)
     figure.suptitle(f"{loaded.drafter.name} head of {loaded.target.name}, held-out prompts")
     with storage_errors(path, "--plot"):
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, format="png", dpi=110)
     return path

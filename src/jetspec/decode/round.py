@@ -70,7 +70,8 @@ def decode_round(
     before = dict(stats.seconds)
     with stats.phase("draft"):
         limits = budget.limits(sequences)
-        proposals = _propose(sequences, limits, drafter)
+        depth: int | None = getattr(budget, "depth", None)
+        proposals = _propose(sequences, limits, drafter, depth)
     with stats.phase("build"):
         floor: float = getattr(budget, "floor", -math.inf)
         grown = [_grow(s, p, n, floor, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
@@ -123,10 +124,17 @@ def _rows(values: Tensor | None, rows: list[int]) -> Tensor | None:
     return values[rows]
 
 
-def _propose(sequences: Many[Sequence], limits: Many[int], drafter: Drafter) -> list[Proposal | None]:
+def _propose(
+    sequences: Many[Sequence], limits: Many[int], drafter: Drafter, depth: int | None
+) -> list[Proposal | None]:
     """One draft forward for the sequences that may grow a tree; none if there are none."""
     chosen = [s for s, limit in zip(sequences, limits, strict=True) if limit]
-    made = iter(drafter.propose(chosen) if chosen else ())
+    if not chosen:
+        return [None] * len(sequences)
+    if depth is None or getattr(drafter, "whole_depth", None) is None:
+        made = iter(drafter.propose(chosen))
+    else:
+        made = iter(drafter.propose(chosen, depth))  # type: ignore[call-arg]
     return [next(made) if limit else None for limit in limits]
 
 

@@ -103,20 +103,26 @@ class Backbone:
             self.cache.free(key)
 
     @torch.inference_mode()
-    def forward(self, keys: Many[int], roots: Many[int]) -> tuple[Tensor, Tensor]:
+    def forward(self, keys: Many[int], roots: Many[int], depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Draft one block per sequence.
+
+        Args:
+            depth: leave out the slots that predict deeper ones. Only for causal heads, whose other slots do
+                not see them.
 
         Returns:
             hidden [B, D, H], the normed states of the slots that predict depths 1..D, and their logits
             [B, D, Vd] before any path scorer.
         """
+        assert depth is None or self.config.causal
+        depth = self.config.depth if depth is None else min(depth, self.config.depth)
         for key in keys:
             if key not in self.cache:  # a prompt of one token has no context yet
                 self.cache.add(key)
         self._project([key for key in keys if self._pending.get(key)])
-        block = self.config.block_size
-        x = self._slots(keys, roots)  # [B * block, H]
-        plan = self._plan(keys)
+        block = self.config.first_slot + depth
+        x = self._slots(keys, roots, block)  # [B * block, H]
+        plan = self._plan(keys, block)
         rotary = self.rotary.at(plan.positions, int(plan.positions.max()))
         groups = self.model.num_heads // self.model.num_kv_heads
         if self.native is not None:
@@ -130,13 +136,13 @@ class Backbone:
         x = x.view(len(keys), block, -1)[:, self.config.first_slot :]
         hidden = rms_norm(x, self.weights["norm.weight"], self.model.rms_norm_eps)
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
-        return hidden, logits.view(len(keys), self.config.depth, -1)
+        return hidden, logits.view(len(keys), depth, -1)
 
-    def _slots(self, keys: Many[int], roots: Many[int]) -> Tensor:
+    def _slots(self, keys: Many[int], roots: Many[int], block: int) -> Tensor:
         """The block's input: the root's embedding, then mask embeddings, plus the optional parts."""
-        config, block = self.config, self.config.block_size
+        config = self.config
         root = self.embed(torch.tensor(list(roots), device=self.mask_row.device))  # [B, H]
-        x = self._empty_block.expand(len(keys), block, -1).clone()
+        x = self._empty_block[:block].expand(len(keys), block, -1).clone()
         x[:, 0] += root
         if self.direct is not None:
             count = len(config.taps)
@@ -152,8 +158,8 @@ class Backbone:
             return rows[0]
         return torch.cat([self.mask_row.new_zeros(1, width) if row is None else row for row in rows])
 
-    def _plan(self, keys: Many[int]) -> Plan:
-        block, device = self.config.block_size, self.mask_row.device
+    def _plan(self, keys: Many[int], block: int) -> Plan:
+        device = self.mask_row.device
         mask = None if self.config.causal else torch.ones(block, block, dtype=torch.bool, device=device)
         segments: list[Segment] = []
         positions: list[int] = []

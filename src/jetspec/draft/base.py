@@ -41,6 +41,9 @@ class Drafter(Protocol):
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
         """One proposal per sequence, all from one draft forward. The rows before each root have been
         observed.
+
+        A drafter that also has a number `whole_depth` takes a second argument, the depth down to which is
+        drafted, and needs less time for less of it.
         """
         ...
 

@@ -72,12 +72,23 @@ class BlockDrafter:
         assert taps is not None
         self.backbone.observe(key, taps)
 
-    def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
-        """One forward for the batch; one proposal per sequence."""
+    @property
+    def whole_depth(self) -> int | None:
+        """Depth of a whole block, if fewer may be drafted: of a causal head, whose slots do not see later
+        ones.
+        """
+        return self.head.config.depth if self.head.config.causal else None
+
+    def propose(self, sequences: Many[Sequence], depth: int | None = None) -> list[Proposal]:
+        """One forward for the batch; one proposal per sequence, down to `depth` at most where there is a
+        `whole_depth`: the same as that part of a whole one, for less time.
+        """
+        if self.whole_depth is None:
+            depth = None
         roots = [s.root for s in sequences]
-        hidden, logits = self.backbone.forward([s.id for s in sequences], roots)
+        hidden, logits = self.backbone.forward([s.id for s in sequences], roots, depth)
         start = time.perf_counter()
-        draws = self.noise.draws(sequences) if self.shared_noise else None
+        draws = self.noise.draws(sequences, depth) if self.shared_noise else None
         proposals = self.scorer.proposals(hidden, logits, roots, draws)
         self.scorer_seconds += time.perf_counter() - start
         return proposals

@@ -157,12 +157,15 @@ class SharedNoise:
         self._plain = all(a == 1.0 for a, _ in pairs)
         self._weights = torch.tensor(pairs, device=self.vocab.device).unsqueeze(-1)  # [D, 2, 1]
 
-    def draws(self, sequences: Many[Sequence]) -> Draws | None:
-        """What is known behind the sequences' roots; None if all are greedy, so that nothing need be done."""
+    def draws(self, sequences: Many[Sequence], depth: int | None = None) -> Draws | None:
+        """What is known behind the sequences' roots, down to the depth of their blocks; None if all are
+        greedy, so that nothing need be done.
+        """
+        depth = self.depth if depth is None else min(depth, self.depth)
         sampled = [n for n, s in enumerate(sequences) if not s.sampling.greedy]
         if not sampled:
             return None
-        known = self._known([sequences[n] for n in sampled])  # [n, D, Vd]
+        known = self._known([sequences[n] for n in sampled], depth)  # [n, D, Vd]
         repeated = [
             (n, self._rows(sorted(set(sequences[n].tokens)))[0], sequences[n].sampling.repetition_penalty)
             for n in sampled
@@ -170,27 +173,27 @@ class SharedNoise:
         ]
         scale: Tensor | None = None
         if not self._plain:
-            scale = self._weights.new_ones(len(sequences), self.depth, 1)
-            scale[sampled] = self._weights[:, 0]
+            scale = self._weights.new_ones(len(sequences), depth, 1)
+            scale[sampled] = self._weights[:depth, 0]
         if len(sampled) == len(sequences):
             return Draws(scale, known, repeated)
         added = known.new_zeros(len(sequences), *known.shape[1:])
         added[sampled] = known
         return Draws(scale, added, repeated)
 
-    def _known(self, sequences: Many[Sequence]) -> Tensor:
+    def _known(self, sequences: Many[Sequence], depth: int) -> Tensor:
         """`Draws.added` of requests that sample. A node of depth d stands at position root + d."""
-        device, depths = self.vocab.device, range(1, self.depth + 1)
+        device, depths = self.vocab.device, range(1, depth + 1)
         seeds = [s.sampling.seed for s in sequences for _ in depths]
         positions = [s.position + d for s in sequences for d in depths]
-        known = noise_of(seeds, positions, self.vocab, self.size).view(len(sequences), self.depth, -1)
+        known = noise_of(seeds, positions, self.vocab, self.size).view(len(sequences), depth, -1)
         for own, s in zip(known, sequences, strict=True):
             own *= s.sampling.temperature
             amounts = request_terms(s)
             if amounts:
                 rows, kept = self._rows(list(amounts))
                 own[:, rows] += torch.tensor(list(amounts.values()), device=device)[kept]
-        return known.mul_(self._weights[:, 1])
+        return known.mul_(self._weights[:depth, 1])
 
     def _rows(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Rows [k] of the draft vocabulary for the ids [n] that it has, and which ones it has, bool [n]."""

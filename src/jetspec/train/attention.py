@@ -50,8 +50,11 @@ def block_attention(
     tensors = q, context_k, context_v, k, v
     if torch.is_autocast_enabled(kind):
         tensors = tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)  # type: ignore[assignment]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     with torch.autocast(kind, enabled=False):
-        mixed: Tensor = _BlockAttention.apply(*tensors, anchors, causal)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
+            *tensors, anchors, causal, learns
+        )
     return mixed
 
 
@@ -97,8 +100,9 @@ class _BlockAttention(torch.autograd.Function):
         v: Tensor,
         anchors: Anchors,
         causal: bool,
+        learns: bool,
     ) -> Tensor:
-        kept = []
+        ctx.kept = kept = list[tuple[_Chunk, _Kept]]()
         mixed = torch.empty_like(q)
         later = None
         if causal:
@@ -108,9 +112,10 @@ class _BlockAttention(torch.autograd.Function):
         for chunk in _chunks(q, anchors, context_k.shape[1]):
             own, out = _mix(chunk, q, context_k, context_v, k, v, anchors, later)
             _place(mixed[chunk.answer, chunk.anchors], out)
-            kept.append((chunk, own))
-        ctx.kept = kept
-        ctx.save_for_backward(context_k, context_v, k, v, mixed)
+            if learns:
+                kept.append((chunk, own))
+        if learns:
+            ctx.save_for_backward(context_k, context_v, k, v, mixed)
         return mixed
 
     @staticmethod
@@ -126,7 +131,7 @@ class _BlockAttention(torch.autograd.Function):
         )
         for chunk, own in ctx.kept:
             _unmix(chunk, own, grad, mixed, context_k, context_v, k, v, grads)
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 class _Grads(NamedTuple):
@@ -208,20 +213,21 @@ def _unmix(
     kv, dim = k.shape[-2:]
     rows, far, near, total = kept
     own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
-    out = _rows(grad[answer, some], kv).div_(total)
-    down = (out * _rows(mixed[answer, some], kv)).sum(-1, keepdim=True)
+    wide = _wide(_rows(grad[answer, some], kv)).div_(total)
+    down = (wide * _rows(mixed[answer, some], kv)).sum(-1, keepdim=True)
+    out = wide.to(rows.dtype)
     out_blocks = out.view(len(own_k), -1, dim)
 
     to.context_v[answer, :length] += (far.transpose(1, 2) @ out).transpose(0, 1)
-    step = out @ context_v[answer, :length].permute(1, 2, 0)
-    step.sub_(down).mul_(far)
+    step = _wide(out @ context_v[answer, :length].permute(1, 2, 0))
+    step = step.sub_(down).mul_(far).to(rows.dtype)
     to.context_k[answer, :length] += (step.transpose(1, 2) @ rows).transpose(0, 1)
     for_q = step @ context_k[answer, :length].transpose(0, 1)
 
     c = len(own_k) // kv
     _from_blocks(to.v[answer, some], near.transpose(1, 2) @ out_blocks, c)
-    step = out_blocks @ own_v.transpose(1, 2)
-    step.sub_(down.view(len(own_k), -1, 1)).mul_(near)
+    step = _wide(out_blocks @ own_v.transpose(1, 2))
+    step = step.sub_(down.view(len(own_k), -1, 1)).mul_(near).to(rows.dtype)
     _from_blocks(to.k[answer, some], step.transpose(1, 2) @ rows.view(len(own_k), -1, dim), c)
     for_q += (step @ own_k).view_as(for_q)
     _place(to.q[answer, some], for_q.mul_(dim**-0.5))
@@ -233,4 +239,5 @@ def _from_blocks(to: Tensor, blocks: Tensor, count: int) -> None:
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Sums of many and differences of equals are computed in float32 at least."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
