@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -222,11 +223,13 @@ def best_ids(scores: Tensor) -> Tensor:
     as a draft layer.
     """
     if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
-        best = torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
-    else:
-        best = scores.argmax(dim=-1)
-    found = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    return torch.where(found.isfinite(), best, -1)
+        rows = scores.detach().numpy()
+        found = rows.argmax(axis=-1)
+        found[~np.isfinite(rows[np.arange(len(rows)), found])] = -1
+        return torch.from_numpy(found)
+    best = scores.argmax(dim=-1)
+    largest = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    return torch.where(largest.isfinite(), best, -1)
 
 
 def _checked(best: Tensor) -> list[int]:

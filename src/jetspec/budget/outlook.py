@@ -37,11 +37,12 @@ _NODES = (
     127,
 )  # per sequence
 _FEWER = 0.95  # drafting for fewer than may be has to be clearly better: who is worth it is uncertain
+_POOR, _MORE = 0.85, 3  # no step of the cost makes up for a speedup so far behind with so many more nodes
 _EACH = 4  # up to here every number of sequences is looked at, then every fourth
 _LOOK = 8  # rounds between two looks
 _MET = 8  # looks after which a new outlook says more of the head than of who has come
 _PRICED = 64  # nodes over which the time of growing one is averaged
-_DEEPER = 2  # by so many depths a tree may be deeper than the mean of nodes that is planned
+_DEEPER = 1  # by so many depths a tree may be deeper than the mean of nodes that is planned
 
 
 class Outlook(NamedTuple):
@@ -108,6 +109,8 @@ def look_ahead(
             gain = weight * total[nodes]
             speedup = (batch + gain) * plain / (batch * (rest + verify[rows]))
             worth = speedup if drafts == most else _FEWER * speedup
+            if worth < _POOR * highest and nodes > _MORE * best.nodes:
+                break
             if worth > highest:
                 worst = (rest + cost.verify.at_most(batch + rows)) / plain
                 sure = prospect.sure(weight * total[min(nodes, FIRST)], gain)
@@ -139,7 +142,7 @@ class Forecaster:
     ) -> None:
         """At the start of a round: anew now and then."""
         self._age += 1
-        if self._age < min(_LOOK, self._looks // 2):
+        if self._age < min(_LOOK, self._looks):
             return
         before, self._age = self.outlook.speedup, 0
         self._looks += 1
