@@ -13,6 +13,7 @@ _LOOK_NODES, LOOK_GROWN = 1, 8  # grown for a look at a request that has just co
 _PROBED = 4  # one in so many sequences is drafted for in a probe
 _EXPLORE = 4  # in every fourth round sizes may be tried whose cost is not known
 _SETTLED = 96  # rounds after which every second one is learned from: the time is better spent on decoding
+_PARTIAL = 1.05  # speedup that drafting for a part of the batch has to promise: those ahead wait for the others
 _ABOUT = 0.95  # speedup that counts as about none
 _CLOSE, _CHECK = 1.3, 64  # smaller speedups are checked against a plain round, after so many rounds...
 _CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...
@@ -27,9 +28,11 @@ def worth_drafting(turn: Turn) -> bool:
     tells more than probes, so it goes on for a while on credit.
     """
     credit, trials = turn.prospect.credit, turn.situation.trials
-    if turn.forecast >= 1.0:
-        return turn.forecast >= _CLOSE or not trials or credit > 0.0
-    return turn.forecast >= _ABOUT and trials > 0 and credit > 0.5 * CREDIT
+    partial = turn.outlook.drafts < len(turn.members)
+    forecast = turn.forecast / (_PARTIAL if partial else 1.0)
+    if forecast >= 1.0:
+        return forecast >= _CLOSE or not trials or credit > 0.0
+    return forecast >= _ABOUT and trials > 0 and credit > 0.5 * CREDIT
 
 
 def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> None:

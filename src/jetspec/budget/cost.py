@@ -1,7 +1,7 @@
 """What a round costs on this machine, in seconds: draft, build, verify and commit, as curves that were
 measured and that go on learning from the rounds that are run.
 
-    round = draft(sequences drafted for) + build(grown nodes) + commit(B)
+    round = draft(blocks drafted) + build(grown nodes) + commit(B)
           + verify(rows) + sequence * (B - 1) + context * S + row_context * (S of every row)
 
 B sequences, S committed tokens of a sequence. Curves never fall, and are free to have steps: planners look at
