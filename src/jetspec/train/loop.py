@@ -331,7 +331,7 @@ class _Run:
 
     def _write_head(self, validation: Validation) -> None:
         report = Report(self.step, self.step, self.seconds, math.nan, [], [], 0.0, validation)
-        if any(line["step"] == self.step and not line["by_depth"] for line in read_log(self._log_path)):
+        if any(line["step"] == self.step and not line.get("by_depth") for line in read_log(self._log_path)):
             self.on_report(report)  # this run had come to its end before
         else:
             self._log(report)
