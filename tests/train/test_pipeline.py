@@ -163,14 +163,24 @@ def test_options_are_refused_before_any_work(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--rank", "17"), "rank must be at most 16, the target's hidden size, got 17"),
+        (("--block", "129"), "block_size must be at most 128, the target's longest context, got 129"),
+    ],
+)
 def test_what_the_target_cannot_have_is_refused_before_answers(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    tmp_path: Path,
+    more: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Guards against a size mismatch after hours: a scorer's rank above the hidden size has no start."""
-    assert main(command(model_folder, tmp_path, "--rank", "17")) == 2
-    assert capsys.readouterr().err == (
-        "jetspec: error: rank must be at most 16, the target's hidden size, got 17\n"
-    )
+    """Guards against a size mismatch after hours: a scorer's rank above the hidden size has no start. A block
+    of more slots than the target has positions was trained, or killed for its memory."""
+    assert main(command(model_folder, tmp_path, *more)) == 2
+    assert capsys.readouterr().err == f"jetspec: error: {message}\n"
     assert not (tmp_path / "run").exists()
 
 
