@@ -201,6 +201,23 @@ def test_betas_are_checked(betas: tuple[float, float]) -> None:
         LoopOptions(betas=betas)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_minutes": float("nan")},
+        {"checkpoint_minutes": -1.0},
+        {"validate_minutes": float("nan")},
+        {"validate_minutes": -1.0},
+        {"validate_answers": 0},
+    ],
+)
+def test_what_is_due_and_when_is_checked(options: dict[str, Any]) -> None:
+    """Guards a run that never saves: NaN minutes between checkpoints were accepted."""
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name} must be a number of at least"):
+        LoopOptions(**options)
+
+
 def test_features_that_are_not_finite_are_named(target: Target, tmp_path: Path) -> None:
     """Guards the advice: with NaN in the features a lower learning rate does not help."""
     corpus = tiny_answers(target, tmp_path / "answers")
@@ -283,7 +300,8 @@ def test_the_loss_goes_down(
 def test_what_is_not_finite_stops_the_run(
     target: Target, corpus: Corpus, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the last good checkpoint: a NaN must end the run before it reaches the weights."""
+    """Guards the last good checkpoint: a NaN must end the run before it reaches the weights. At step 0 the
+    advice was a lower learning rate, which had not done anything yet."""
     module = new_module(target)
     broken = {"step": 0}
     real = block_module.fused_loss
@@ -303,8 +321,11 @@ def test_what_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(block_module, "fused_loss", sometimes)
     method = BlockMethod(module, target, torch.arange(200), LossOptions())
-    with pytest.raises(DataError, match=r"step 3 is .*failed-step-3\.safetensors"):
+    with pytest.raises(DataError, match=r"step 3 is .*failed-step-3\.safetensors; train with a lower"):
         train(method, corpus, tmp_path, OPTIONS, {}, watch)
+    broken["step"] = 3
+    with pytest.raises(DataError, match=r"step 0 is .*; no step was taken yet, .* features .* \[loss\]"):
+        train(method, corpus, tmp_path / "at-once", OPTIONS, {})
     with safe_open(tmp_path / "failed-step-3.safetensors", framework="pt") as file:
         record = json.loads(file.metadata()["batch"])
         kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -272,9 +272,16 @@ class _Run:
                 self.corpus.check_finite(batch.entries)
             found = {"loss": sums.loss, "gradient": norm}
             kept = save_batch(self.folder, self.step, batches, found, processes.rank)
+            # No step has been taken before step 0, so the learning rate has not done anything yet.
+            advice = (
+                "train with a lower learning rate in another folder"
+                if self.step
+                else "no step was taken yet, so check the features (make these answers again) and the "
+                "settings in [loss] and [head]"
+            )
             raise DataError(
                 f"the loss of step {self.step} is {sums.loss} and its gradient {norm}; its answers and "
-                f"anchors are in {kept}; train with a lower learning rate in another folder"
+                f"anchors are in {kept}; {advice}"
             )
         self.optimizer.step()
         return sums
