@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jetspec.cli.progress import new_bar
+from jetspec.cli.progress import bar_width, new_bar
 
 if TYPE_CHECKING:
     from jetspec.train.loop import Report
 
 _SMOOTHING = 0.95
+_FIXED = 44  # characters of the bar's line beside bar and losses: name, counts of five digits, times
+_BESIDE = _FIXED + 56  # with the losses of seven depths
 
 
 class Watch:
@@ -23,7 +25,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
-        self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True)
+        self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True, beside=_BESIDE)
         self._task = self._bar.add_task("training", total=None, loss="")
         self._smooth: list[float] = []
         self._begun = False
@@ -37,7 +39,9 @@ class Watch:
 
     def __call__(self, report: Report) -> None:
         """Show a report."""
-        if not self._begun and report.step > 1:
+        if not self._begun and not report.by_depth and 0 < report.step == report.steps:
+            self.say(f"{report.step} of {report.steps} steps are done, nothing is left to train")
+        elif not self._begun and report.step > 1:
             self.say(f"going on behind step {report.step - 1}")
         self._begun = True
         if report.by_depth:
@@ -45,7 +49,9 @@ class Watch:
             old = self._smooth or new
             self._smooth = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in zip(old, new, strict=True)]
             total, *depths = (f"{value:.2f}" for value in self._smooth)
-            text = f"loss {total}, by depth {' '.join(depths)}"
+            text, more = f"loss {total}", f", by depth {' '.join(depths)}"
+            if _FIXED + bar_width(self.console, _BESIDE) + len(text + more) <= self.console.width:
+                text += more
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
