@@ -35,7 +35,10 @@ def test_no_held_out_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         watch(Report(3, 9, 60.0, 1.0, [1.0], [0.5], 1e-3, Validation()))
         watch(Report(6, 9, 90.0, 1.0, [1.0], [0.5], 1e-3, Validation({"chain-7": 1.25}, [0.25])))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-2] == "step 3, 1.0 min: no tau, as no greedy answer is held out; more answers help"
+    assert lines[-2] == (
+        "step 3, 1.0 min: no tau, as no greedy answer is held out; "
+        "answer some prompts at temperature 0 (--temperatures)"
+    )
     assert lines[-1] == "step 6, 1.5 min: tau chain-7 1.25"
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jetspec.train.loop import Report
 
 _SMOOTHING = 0.95
+_NO_TAU = "no greedy answer is held out; answer some prompts at temperature 0 (--temperatures)"
 _FIXED = 44  # characters of the bar's line beside bar and losses: name, counts of five digits, times
 _BESIDE = _FIXED + 56  # with the losses of seven depths
 
@@ -55,7 +56,7 @@ class Watch:
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
-            found = f"tau {taus}" if taus else "no tau, as no greedy answer is held out; more answers help"
+            found = f"tau {taus}" if taus else f"no tau, as {_NO_TAU}"
             self.say(f"step {report.step}, {report.seconds / 60:.1f} min: {found}")
 
     def say(self, text: str) -> None:

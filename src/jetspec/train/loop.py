@@ -322,6 +322,7 @@ class _Run:
             "options": asdict(self.options),
             "shards": self.corpus.shards,
             "folders": self.corpus.folders,
+            "hold_greedy": self.corpus.hold_greedy,
             "run": self._identity(),
         }
         write = self.processes.first
