@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import jetspec
 from jetspec.train.card import card
@@ -37,6 +40,30 @@ def test_curves_are_a_picture(tmp_path: Path) -> None:
     assert draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "log.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "title", "last"),
+    [
+        (4, "loss by depth", 4.0),
+        (12, "loss by depth, mean of the last 4 logged steps", 10.5),
+        (90, "loss by depth, mean of the last 20 logged steps", 80.5),
+    ],
+)
+def test_smoothing_is_said(
+    steps: int, title: str, last: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards readers of the picture: losses were means of 20 logged steps, which nothing said, and which is
+    all of a short run."""
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr("os.replace", lambda *paths: None)
+    for step in range(1, steps + 1):
+        append_log(tmp_path / "log.jsonl", {"step": step, "seconds": step, "by_depth": [float(step)]})
+    assert draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    left = figures[0].axes[0]
+    assert left.get_title() == title
+    assert left.get_lines()[0].get_ydata()[-1] == last
 
 
 def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
