@@ -72,7 +72,7 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     manifest = {
         "method": "dspark",
         "target": {"name": "my-target", "tokenizer_hash": "a" * 64, "template_hash": "b" * 64},
-        "data": {"answers": 40, "answer_tokens": 4321, "held_out": 1},
+        "data": {"answers": 40, "answer_tokens": 4321, "held_out": 2},
         "loss": "0.1 cross-entropy",
         "head_options": {"layers": 2},
         "options": {"learning_rate": 0.001},
@@ -97,6 +97,36 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     assert json.dumps(TAU) not in text
     del manifest["validation"]
     assert "Not validated" in card(manifest, [])
+
+
+def test_a_card_tells_what_was_done() -> None:
+    """Guards the tables: layers that were read although no option named them, the one option that fixed the
+    length, what the counts of a batch are, and no plural of one."""
+    manifest: dict[str, Any] = {
+        "data": {"held_out": 1},
+        "threads": 1,
+        "steps": 1,
+        "taps": [1, 8],
+        "head_options": {"taps": []},
+        "options": {"steps": 1, "epochs": None, "minutes": 90.0, "answers": 8, "anchors": 32, "part": 2},
+    }
+    text = card(manifest, [])
+    for part in (
+        "1 answer held out",
+        "- 1 step, ",
+        " 1 thread, ",
+        "| taps | [1, 8] |",
+        "| steps | 1 |",
+        "| answers (per batch) | 8 |",
+        "| anchors (per answer) | 32 |",
+        "| part (answers worked on at once) | 2 |",
+    ):
+        assert part in text, part
+    assert "90.0" not in text and "epochs" not in text
+    manifest["options"].update(steps=None)
+    assert "| minutes | 90.0 |" in card(manifest, []) and "| steps |" not in card(manifest, [])
+    manifest["options"].update(epochs=2.0)
+    assert "| epochs | 2.0 |" in card(manifest, []) and "90.0" not in card(manifest, [])
 
 
 def test_every_packaged_head_has_its_card() -> None:

@@ -183,6 +183,7 @@ def provenance(target: Target, corpus: Corpus, settings: Settings, products: str
             "held_out": len(corpus.held_out),
         },
         "loss": settings.loss.describe(),
+        "taps": list(corpus.taps),
         "head_options": json.loads(json.dumps(asdict(settings.head))),
         "products": products,
         "threads": torch.get_num_threads(),
