@@ -217,7 +217,7 @@ def test_files_are_readable_by_others(cache: Path) -> None:
 
 
 def test_files_follow_the_umask(tmp_path: Path) -> None:
-    """safetensors' files had mode 0600 beside 0644; a mode that ignored the umask would give away too much."""
+    """Files of safetensors had mode 0600 beside 0644; a mode without the umask would give away too much."""
     files = [tmp_path / "one", tmp_path / "two"]
     for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
         for file in files:

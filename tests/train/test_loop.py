@@ -270,8 +270,8 @@ def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_p
 
 
 def test_others_may_read_what_a_run_leaves(target: Target, tmp_path: Path) -> None:
-    """Guards runs that are shared: the tensors of features, checkpoint and head were their owner's alone, while
-    the files beside them followed the umask."""
+    """Guards runs that are shared: the tensors of features, checkpoint and head were their owner's alone,
+    while the files beside them followed the umask."""
     corpus = tiny_answers(target, tmp_path / "answers", prompts=5, tokens=4)
     run(target, corpus, tmp_path / "run", replace(OPTIONS, steps=1))
     beside = (tmp_path / "run" / "log.jsonl").stat().st_mode

@@ -99,7 +99,7 @@ def file_sha256(path: Path) -> str:
 
 
 def follow_umask(*paths: Path) -> None:
-    """Give files of one folder the mode that the umask (or the folder's default rules) gives a new file there.
+    """Give files of one folder the mode that the umask, or the folder's own rules, gives a new file there.
 
     safetensors writes its files with mode 0600 whatever the umask says, which would keep others from reading
     them. The umask itself can be read only by changing it for all threads, so a new file shows it.

@@ -62,7 +62,8 @@ def card(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
         f"- loss: {manifest.get('loss')}",
         f"- {_count(manifest.get('steps'), 'step')}, {_hours(float(manifest.get('training_seconds', 0)))}, "
         f"{manifest.get('supervised_blocks')} blocks; products in {manifest.get('products')}, "
-        f"{_count(manifest.get('threads'), 'thread')}, torch {manifest.get('torch')}, commit {manifest.get('commit')}",
+        f"{_count(manifest.get('threads'), 'thread')}, torch {manifest.get('torch')}, "
+        f"commit {manifest.get('commit')}",
         "",
         *_table("head", _head_options(manifest)),
         "",

@@ -36,8 +36,8 @@ class Corpus:
     them.
 
     Every `holdout`-th answer is kept for validation, by its place in the data, so the split does not depend
-    on a seed. If none of these is greedy, though others are, the first greedy one takes the place of the first
-    of these: validation needs it.
+    on a seed. If none of these is greedy, though others are, the first greedy one takes the place of the
+    first of these: validation needs it.
 
     hold_greedy: False leaves this exchange out, for a run that began without it.
     shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
