@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jetspec.target.config import ModelConfig
 
 ASK_ABOVE = 4_000_000_000  # bytes of features that are written without asking
-_WIDEST_BAR, _NARROWEST_BAR = 40, 10
 
 
 def say(*lines: str) -> None:
@@ -35,20 +34,15 @@ def new_bar(
     elapsed: bool = False,
     hidden: bool = False,
     transient: bool = False,
-    beside: int = 70,
 ) -> Progress:
     """The progress bar of every verb: what is done, the bar, how much of it, and the time that is left. There
     is none where the console is no terminal.
-
-    The bar itself takes what the rest leaves of the console's width: in a table that is too wide rich cuts
-    all columns, the numbers, too.
 
     Args:
         console: standard error if it is left out.
         texts: rich's templates of what stands behind the count, such as "{task.fields[loss]}".
         elapsed: show the time since the start, too.
         transient: take the bar away at the end.
-        beside: about how many characters stand beside the bar.
     """
     from rich.console import Console
     from rich.progress import (
@@ -62,8 +56,7 @@ def new_bar(
     )
 
     console = Console(stderr=True) if console is None else console
-    bar = BarColumn(bar_width(console, beside))
-    columns: list[ProgressColumn] = [TextColumn("{task.description}"), bar, MofNCompleteColumn()]
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn(text) for text in texts]
     columns += [TimeElapsedColumn(), TextColumn("left")] if elapsed else []
     return Progress(
@@ -73,11 +66,6 @@ def new_bar(
         disable=hidden or not console.is_terminal,
         transient=transient,
     )
-
-
-def bar_width(console: Console, beside: int) -> int:
-    """Characters of a bar that has about `beside` others in its line."""
-    return max(_NARROWEST_BAR, min(_WIDEST_BAR, console.width - beside))
 
 
 class Count(Protocol):

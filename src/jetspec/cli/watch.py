@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jetspec.cli.progress import bar_width, new_bar
+from jetspec.cli.progress import new_bar
 
 if TYPE_CHECKING:
     from jetspec.train.loop import Report
 
 _SMOOTHING = 0.95
 _NO_TAU = "no greedy answer is held out; answer some prompts at temperature 0 (--temperatures)"
-_FIXED = 44  # characters of the bar's line beside bar and losses: name, counts of five digits, times
-_BESIDE = _FIXED + 56  # with the losses of seven depths
+# Characters of the bar's line beside the losses: name, counts of five digits, times, and a bar of 12. In less
+# room rich makes the bar short first, and then cuts the numbers, too.
+_BESIDE = 56
 
 
 class Watch:
@@ -26,7 +27,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
-        self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True, beside=_BESIDE)
+        self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True)
         self._task = self._bar.add_task("training", total=None, loss="")
         self._smooth: list[float] = []
         self._begun = False
@@ -51,7 +52,7 @@ class Watch:
             self._smooth = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in zip(old, new, strict=True)]
             total, *depths = (f"{value:.2f}" for value in self._smooth)
             text, more = f"loss {total}", f", by depth {' '.join(depths)}"
-            if _FIXED + bar_width(self.console, _BESIDE) + len(text + more) <= self.console.width:
+            if _BESIDE + len(text + more) <= self.console.width:
                 text += more
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
