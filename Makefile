@@ -13,7 +13,7 @@ help: ## list the targets
 
 venv: $(STAMP) ## create .venv and install jetspec there; done again when pyproject.toml changes
 
-demo: $(STAMP) ## decode a prompt with and without drafts
+demo: $(STAMP) ## decode four prompts with and without drafts
 	$(BIN)/jetspec demo
 
 test: $(STAMP) ## run all tests

@@ -201,6 +201,33 @@ def test_size_is_confirmed_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "given"),
+    [
+        ("responses.answer_prompts", ["answers", "--prompts"]),
+        ("replay.replay_answers", ["answers", "--from"]),
+        ("self_instruct.write_prompts", ["prompts", "--exclude"]),
+    ],
+)
+def test_an_interruption_says_how_to_go_on(
+    place: str, given: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards Ctrl-C while answering: nothing said that the answers so far are kept, as training does."""
+
+    def interrupted(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    texts = tmp_path / "texts.jsonl"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    texts.write_text(json.dumps({"messages": messages}) + "\n")
+    monkeypatch.setattr(f"jetspec.train.{place}", interrupted)
+    done = jetspec(*given, texts, "--model", tiny_folder, "--out", tmp_path / "out")
+    assert done.code == 130
+    assert done.err.splitlines()[-1] == (
+        "jetspec: interrupted; what is finished is kept, and the same command goes on from there"
+    )
+
+
 def test_mix_and_taps() -> None:
     """Guards the two small languages of options."""
     assert parse_mix("0.7") == ((0.7, 1.0),)

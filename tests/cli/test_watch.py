@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import signal
 
 import pytest
+from rich.console import Console
 
 from jetspec.cli.watch import Watch, stop_between_steps
 from jetspec.train.loop import Report
@@ -31,5 +33,50 @@ def test_no_held_out_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         watch(Report(3, 9, 60.0, 1.0, [1.0], [0.5], 1e-3, Validation()))
         watch(Report(6, 9, 90.0, 1.0, [1.0], [0.5], 1e-3, Validation({"chain-7": 1.25}, [0.25])))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-2] == "step 3, 1.0 min: no tau, as no greedy answer is held out; more answers help"
+    assert lines[-2] == (
+        "step 3, 1.0 min: no tau, as no greedy answer is held out; "
+        "answer some prompts at temperature 0 (--temperatures)"
+    )
     assert lines[-1] == "step 6, 1.5 min: tau chain-7 1.25"
+
+
+def bar_line(watch: Watch, width: int) -> str:
+    """The bar of a watch as a terminal of some width shows it."""
+    paper = io.StringIO()
+    Console(file=paper, width=width, force_terminal=True, color_system=None).print(watch._bar)
+    return paper.getvalue().splitlines()[0]
+
+
+@pytest.mark.parametrize(("width", "depths"), [(80, False), (109, False), (110, True), (200, True)])
+def test_a_narrow_terminal_shows_the_numbers(
+    width: int, depths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards steps and time left: at 80 columns the losses of the depths took their place."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    watch = Watch()
+    watch(Report(12_345, 23_456, 60.0, 3.9, [3.64, 3.91, 4.02, 4.1, 4.2, 4.3, 4.4], [0.5], 1e-3))
+    line = bar_line(watch, width)
+    assert "12345/23456" in line and "loss 3.90" in line and "…" not in line
+    assert line.rstrip().endswith("left -:--:--") and "0:00:00" in line
+    assert ("by depth 3.64 3.91 4.02 4.10 4.20 4.30 4.40" in line) == depths
+
+
+def said(capsys: pytest.CaptureFixture[str], *reports: Report) -> list[str]:
+    """The lines of a new watch about some reports."""
+    with Watch() as watch:
+        for report in reports:
+            watch(report)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_where_a_run_stands_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the first line of a run given again: one that was complete "went on behind step 19" of 20."""
+    end = Report(20, 20, 60.0, float("nan"), [], [], 0.0, Validation({"chain-7": 1.25}, [0.25]))
+    assert said(capsys, end) == [
+        "20 of 20 steps are done, nothing is left to train",
+        "step 20, 1.0 min: tau chain-7 1.25",
+    ]
+    last = Report(20, 20, 60.0, 1.0, [1.0], [0.5], 1e-3)
+    assert said(capsys, last, end)[0] == "going on behind step 19"
+    first = Report(1, 20, 3.0, 1.0, [1.0], [0.5], 1e-3)
+    assert said(capsys, first, end) == ["step 20, 1.0 min: tau chain-7 1.25"]

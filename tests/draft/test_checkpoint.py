@@ -190,6 +190,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no block size": (config_edit(lambda c: c["dflash_config"].pop("block_size")), "block_size"),
     "two block sizes": (config_edit(lambda c: c.update(block_size=8)), "block_size twice, as 8 and 5"),
     "block size 1": (config_edit(lambda c: c["dflash_config"].update(block_size=1)), "block_size is 1"),
+    "a block beyond the context": (
+        config_edit(lambda c: c["dflash_config"].update(block_size=10**6)),
+        "block_size is 1000000, but the context holds only",
+    ),
     "two masks": (config_edit(lambda c: c.update(is_causal=False)), "causal mask twice, as False and True"),
     "jet mask": (config_edit(lambda c: c.update(jet={"mask": "bidirectional"})), "causal mask twice"),
     "unknown mask": (config_edit(lambda c: c.update(jet={"mask": "odd"})), "jet.mask"),

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from jetspec.errors import StorageError
 from jetspec.target import storage
-from jetspec.target.storage import MANIFEST, build_once, cache_dir
+from jetspec.target.storage import MANIFEST, build_once, cache_dir, follow_umask
 
 # A builder for other processes: notes each build in a file, takes its time, and writes two files.
 BUILDER = """
@@ -213,6 +214,22 @@ def test_files_are_readable_by_others(cache: Path) -> None:
 
     folder = build_once("model", build, need_bytes=1)
     assert (folder / "large").stat().st_mode == (folder / MANIFEST).stat().st_mode
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    """Files of safetensors had mode 0600 beside 0644; a mode without the umask would give away too much."""
+    files = [tmp_path / "one", tmp_path / "two"]
+    for umask, mode in ((0o022, 0o644), (0o027, 0o640)):
+        for file in files:
+            file.write_text("x")
+            file.chmod(0o600)
+        before = os.umask(umask)
+        try:
+            follow_umask(*files)
+        finally:
+            os.umask(before)
+        assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [mode, mode]
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import jetspec
 from jetspec.train.card import card
@@ -39,13 +42,37 @@ def test_curves_are_a_picture(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "log.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "title", "last"),
+    [
+        (4, "loss by depth", 4.0),
+        (12, "loss by depth, mean of the last 4 logged steps", 10.5),
+        (90, "loss by depth, mean of the last 20 logged steps", 80.5),
+    ],
+)
+def test_smoothing_is_said(
+    steps: int, title: str, last: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards readers of the picture: losses were means of 20 logged steps, which nothing said, and which is
+    all of a short run."""
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr("os.replace", lambda *paths: None)
+    for step in range(1, steps + 1):
+        append_log(tmp_path / "log.jsonl", {"step": step, "seconds": step, "by_depth": [float(step)]})
+    assert draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    left = figures[0].axes[0]
+    assert left.get_title() == title
+    assert left.get_lines()[0].get_ydata()[-1] == last
+
+
 def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     """Guards the card: target, method, command, data, loss, options, licence, and tau against time."""
     write_log(tmp_path / "log.jsonl")
     manifest = {
         "method": "dspark",
         "target": {"name": "my-target", "tokenizer_hash": "a" * 64, "template_hash": "b" * 64},
-        "data": {"answers": 40, "answer_tokens": 4321, "held_out": 1},
+        "data": {"answers": 40, "answer_tokens": 4321, "held_out": 2},
         "loss": "0.1 cross-entropy",
         "head_options": {"layers": 2},
         "options": {"learning_rate": 0.001},
@@ -70,6 +97,36 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     assert json.dumps(TAU) not in text
     del manifest["validation"]
     assert "Not validated" in card(manifest, [])
+
+
+def test_a_card_tells_what_was_done() -> None:
+    """Guards the tables: layers that were read although no option named them, the one option that fixed the
+    length, what the counts of a batch are, and no plural of one."""
+    manifest: dict[str, Any] = {
+        "data": {"held_out": 1},
+        "threads": 1,
+        "steps": 1,
+        "taps": [1, 8],
+        "head_options": {"taps": []},
+        "options": {"steps": 1, "epochs": None, "minutes": 90.0, "answers": 8, "anchors": 32, "part": 2},
+    }
+    text = card(manifest, [])
+    for part in (
+        "1 answer held out",
+        "- 1 step, ",
+        " 1 thread, ",
+        "| taps | [1, 8] |",
+        "| steps | 1 |",
+        "| answers (per batch) | 8 |",
+        "| anchors (per answer) | 32 |",
+        "| part (answers worked on at once) | 2 |",
+    ):
+        assert part in text, part
+    assert "90.0" not in text and "epochs" not in text
+    manifest["options"].update(steps=None)
+    assert "| minutes | 90.0 |" in card(manifest, []) and "| steps |" not in card(manifest, [])
+    manifest["options"].update(epochs=2.0)
+    assert "| epochs | 2.0 |" in card(manifest, []) and "90.0" not in card(manifest, [])
 
 
 def test_every_packaged_head_has_its_card() -> None:

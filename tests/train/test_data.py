@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,34 @@ def test_held_out_answers_are_never_trained_on(corpus: Corpus) -> None:
     training = {(entry.path, entry.start) for entry in corpus.training}
     assert len(corpus.held_out) == 3
     assert not training & {(entry.path, entry.start) for entry in corpus.held_out}
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "expected"),
+    [
+        ([1, 1, 0, 1, 1, 0, 1], [2, 4]),  # the first greedy answer is exchanged for answer 0
+        ([1, 1, 0, 1, 0, 1, 0], [0, 4]),  # one is held out as it is
+        ([1, 1, 0], [2]),
+        ([1, 1, 1, 1, 1], [0, 4]),
+    ],
+)
+def test_a_greedy_answer_is_held_out(
+    target: Target, tmp_path: Path, temperatures: list[int], expected: list[int]
+) -> None:
+    """Guards the tau of small runs: with 41 answers the two that were held out could both be sampled ones."""
+    tiny_answers(target, tmp_path, prompts=len(temperatures), tokens=4)
+    (path,) = shard_paths(tmp_path)
+    samples = [
+        replace(sample, prompt=n, temperature=float(temperature))
+        for n, (sample, temperature) in enumerate(zip(read_shard(path), temperatures, strict=True))
+    ]
+    write_shard(tmp_path, 0, samples, TAPS)
+    starts = [sum(len(sample.tokens) for sample in samples[:n]) for n in range(len(samples))]
+    found = Corpus([tmp_path], holdout=4)
+    assert [starts.index(entry.start) for entry in found.held_out] == expected
+    assert len(found.training) == len(temperatures) - len(expected)
+    before = Corpus([tmp_path], holdout=4, hold_greedy=False)
+    assert [starts.index(entry.start) for entry in before.held_out] == list(range(0, len(temperatures), 4))
 
 
 def test_draft_vocabulary_is_the_most_frequent_ids(corpus: Corpus) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetspec.errors import StorageError
-from jetspec.train.log import append_log, read_log
+from jetspec.train.log import append_log, read_log, trim_log
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a device that is always full")
@@ -26,3 +26,17 @@ def test_a_record_is_added(tmp_path: Path) -> None:
     for step in (1, 2):
         append_log(path, {"step": step})
     assert [record["step"] for record in read_log(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b'{"step": 2, "l\xffss": 1}', b"\xff\xfe", b'{"step": 1e999}', b'{"step": ' + b"[" * 100_000, b"[1]"],
+    ids=["byte", "bytes", "infinite", "deep", "list"],
+)
+def test_damaged_lines_are_left_out(tmp_path: Path, damage: bytes) -> None:
+    """Guards a run that goes on: a byte that is not UTF-8, or a step of 1e999, ended it in a traceback."""
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n{"step": 5}\n')
+    assert [record["step"] for record in read_log(path)] == [1, 3, 5]
+    trim_log(path, 4)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'

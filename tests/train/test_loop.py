@@ -183,7 +183,8 @@ def test_other_minutes_do_not_change_a_schedule_that_was_measured(
         assert len(lines) == said and all(f"schedule of {steps} steps, which stays" in line for line in lines)
         manifest = load_head(tmp_path / "head").manifest
         assert (manifest["steps"], manifest["options"]["minutes"]) == (steps, minutes)
-        assert f"| minutes | {minutes} |" in (tmp_path / "head" / "README.md").read_text()
+        stated = f"| minutes | {minutes} |" if steps == 3 else f"| steps | {steps} |"
+        assert stated in (tmp_path / "head" / "README.md").read_text()
 
 
 def test_a_clip_of_zero_is_no_limit(target: Target, corpus: Corpus, tmp_path: Path) -> None:
@@ -199,6 +200,23 @@ def test_betas_are_checked(betas: tuple[float, float]) -> None:
     """Guards against torch's ValueError after hours of answers."""
     with pytest.raises(OptionError, match="betas must be two numbers from 0 to below 1"):
         LoopOptions(betas=betas)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_minutes": float("nan")},
+        {"checkpoint_minutes": -1.0},
+        {"validate_minutes": float("nan")},
+        {"validate_minutes": -1.0},
+        {"validate_answers": 0},
+    ],
+)
+def test_what_is_due_and_when_is_checked(options: dict[str, Any]) -> None:
+    """Guards a run that never saves: NaN minutes between checkpoints were accepted."""
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name} must be a number of at least"):
+        LoopOptions(**options)
 
 
 def test_features_that_are_not_finite_are_named(target: Target, tmp_path: Path) -> None:
@@ -251,6 +269,17 @@ def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_p
         assert torch.equal(tensor, first.weight(name).detach().half())
 
 
+def test_others_may_read_what_a_run_leaves(target: Target, tmp_path: Path) -> None:
+    """Guards runs that are shared: the tensors of features, checkpoint and head were their owner's alone,
+    while the files beside them followed the umask."""
+    corpus = tiny_answers(target, tmp_path / "answers", prompts=5, tokens=4)
+    run(target, corpus, tmp_path / "run", replace(OPTIONS, steps=1))
+    beside = (tmp_path / "run" / "log.jsonl").stat().st_mode
+    written = sorted(tmp_path.rglob("*.safetensors"))
+    assert [path.parent.name for path in written] == ["answers", "run", "head"]
+    assert all(path.stat().st_mode == beside for path in written)
+
+
 @pytest.mark.parametrize(
     ("head", "loss", "optimizer", "share"),
     [
@@ -283,7 +312,8 @@ def test_the_loss_goes_down(
 def test_what_is_not_finite_stops_the_run(
     target: Target, corpus: Corpus, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the last good checkpoint: a NaN must end the run before it reaches the weights."""
+    """Guards the last good checkpoint: a NaN must end the run before it reaches the weights. At step 0 the
+    advice was a lower learning rate, which had not done anything yet."""
     module = new_module(target)
     broken = {"step": 0}
     real = block_module.fused_loss
@@ -303,8 +333,11 @@ def test_what_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(block_module, "fused_loss", sometimes)
     method = BlockMethod(module, target, torch.arange(200), LossOptions())
-    with pytest.raises(DataError, match=r"step 3 is .*failed-step-3\.safetensors"):
+    with pytest.raises(DataError, match=r"step 3 is .*failed-step-3\.safetensors; train with a lower"):
         train(method, corpus, tmp_path, OPTIONS, {}, watch)
+    broken["step"] = 3
+    with pytest.raises(DataError, match=r"step 0 is .*; no step was taken yet, .* features .* \[loss\]"):
+        train(method, corpus, tmp_path / "at-once", OPTIONS, {})
     with safe_open(tmp_path / "failed-step-3.safetensors", framework="pt") as file:
         record = json.loads(file.metadata()["batch"])
         kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -243,6 +243,7 @@ def test_expected_length_weights_are_its_derivative() -> None:
     [
         ({"kl": 0.0}, "no term"),
         ({"ce": -1.0}, "ce must be"),
+        ({"decay": 1e-300}, r"decay must be 0 \(uniform weights\) or a number of at least 0\.01, got 1e-300"),
         ({"temperature": 0.0}, "temperature must be"),
         ({"weighting": "linear"}, "uniform, exponential, expected-length"),
         ({"smoothing": 1.5}, "smoothing must be"),

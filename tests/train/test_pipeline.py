@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from jetspec.cli.main import main
 from jetspec.draft.checkpoint import load_head
@@ -17,7 +19,10 @@ from jetspec.draft.jetspec import BlockDrafter
 from jetspec.draft.loading import load_drafter
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.loading import load_target
+from jetspec.train import corpus as corpus_module
 from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
+from jetspec.train.checkpoint import read_state
+from jetspec.train.features import shard_paths
 from jetspec.train.loop import LoopOptions
 from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
@@ -163,14 +168,24 @@ def test_options_are_refused_before_any_work(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--rank", "17"), "rank must be at most 16, the target's hidden size, got 17"),
+        (("--block", "129"), "block_size must be at most 128, the target's longest context, got 129"),
+    ],
+)
 def test_what_the_target_cannot_have_is_refused_before_answers(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    tmp_path: Path,
+    more: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Guards against a size mismatch after hours: a scorer's rank above the hidden size has no start."""
-    assert main(command(model_folder, tmp_path, "--rank", "17")) == 2
-    assert capsys.readouterr().err == (
-        "jetspec: error: rank must be at most 16, the target's hidden size, got 17\n"
-    )
+    """Guards against a size mismatch after hours: a scorer's rank above the hidden size has no start. A block
+    of more slots than the target has positions was trained, or killed for its memory."""
+    assert main(command(model_folder, tmp_path, *more)) == 2
+    assert capsys.readouterr().err == f"jetspec: error: {message}\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -240,6 +255,33 @@ def test_a_run_that_goes_on_needs_its_answers(tmp_path: Path) -> None:
     (moved / "features-00001.safetensors").unlink()
     with pytest.raises(DataError, match=re.escape(f"{moved} holds 1 of the 2 shards")):
         folders_of_run(run, state, [a, moved])
+
+
+def test_an_older_run_keeps_what_it_holds_out(tmp_path: Path) -> None:
+    """Guards exact resume of runs that began before a greedy answer was exchanged for a sampled one that was
+    held out: with the exchange they would see other batches, or be refused for other answers."""
+    target = tiny_target()
+    tiny_answers(target, tmp_path / "answers", tokens=5)
+    (shard,) = shard_paths(tmp_path / "answers")
+    tensors = load_file(shard)
+    tensors["temperatures"][0] = 1.0  # the only one that is held out
+    save_file(tensors, shard, {"taps": json.dumps(TAPS)})
+
+    def tau(run: str, steps: int) -> dict[str, float]:
+        settings = replace(COLD, loop=LoopOptions(steps=steps, answers=2, anchors=2))
+        head = train_head(target, [tmp_path / "answers"], tmp_path / run, settings)
+        return load_head(head).manifest["validation"]["tau"]
+
+    assert tau("new", 1) and tau("new", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "_held_out", lambda entries, *_: [0])
+        assert not tau("old", 1)
+    state = read_state(tmp_path / "old")
+    assert state is not None and state.pop("hold_greedy")
+    path = tmp_path / "old" / "checkpoint.safetensors"  # as a version wrote it that knew no exchange
+    save_file(load_file(path), path, {"state": json.dumps(state)})
+    assert not tau("old", 2)
+    assert not tau("old", 3)
 
 
 def test_mask_token_is_one_that_text_does_not_hold() -> None:

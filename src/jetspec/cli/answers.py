@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetspec.cli import answer_options, options
+from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
 from jetspec.cli.progress import TokenBar, confirm_size, say
 from jetspec.errors import OptionError
@@ -155,7 +156,7 @@ def answer_here(
     if settings.features:
         expected = expected_tokens(target, chosen.prompts, settings)
         confirm_size(target.config, layers, expected, folder, yes)
-    with TokenBar("answers", settings.tokens) as bar:
+    with goes_on(), TokenBar("answers", settings.tokens) as bar:
         done = answer_prompts(target, chosen.prompts, folder, layers, settings, bar.show)
     say(*done.report(settings.tokens), f"  {folder}")
 
@@ -164,7 +165,7 @@ def answer_there(where: Endpoint, chosen: PromptSet, folder: Path, settings: Ans
     """Let an endpoint answer; the text only."""
     from jetspec.train.endpoint import ask_endpoint
 
-    with TokenBar("answers", settings.tokens) as bar:
+    with goes_on(), TokenBar("answers", settings.tokens) as bar:
         done = ask_endpoint(where, chosen.prompts, folder, settings, bar.show)
     text = folder / "answers.jsonl"
     say(*done.report(settings.tokens), f"  {text}; features: jetspec answers --from {text}")
@@ -197,7 +198,7 @@ def replay(
     broken = sum(count for _, count in read)
     say(f"{len(found)} answers" + (f", {broken} broken lines left out" if broken else ""))
     confirm_size(target.config, layers, expected_rows(target, found), folder, yes)
-    with TokenBar("features", None) as bar:
+    with goes_on(), TokenBar("features", None) as bar:
         done = replay_answers(target, found, folder, layers, bar.show)
     say(*done.report(), f"  {folder}")
 

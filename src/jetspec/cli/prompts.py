@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jetspec.cli import answer_options, options
+from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
 from jetspec.cli.progress import new_bar, say
 from jetspec.errors import DataError
@@ -94,7 +95,7 @@ def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool)
 def _write(target: Target, path: Path, wanted: SelfOptions, exclusion: Exclusion | None = None) -> SelfCounts:
     from jetspec.train.self_instruct import write_prompts
 
-    with new_bar() as bar:
+    with goes_on(), new_bar() as bar:
         task = bar.add_task("prompts", total=wanted.count)
         return write_prompts(
             target, path, wanted, exclusion, lambda counts: bar.update(task, completed=counts.kept)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jetspec.train.loop import Report
 
 _SMOOTHING = 0.95
+_NO_TAU = "no greedy answer is held out; answer some prompts at temperature 0 (--temperatures)"
+# Characters of the bar's line beside the losses: name, counts of five digits, times, and a bar of 12. In less
+# room rich makes the bar short first, and then cuts the numbers, too.
+_BESIDE = 56
 
 
 class Watch:
@@ -37,7 +41,9 @@ class Watch:
 
     def __call__(self, report: Report) -> None:
         """Show a report."""
-        if not self._begun and report.step > 1:
+        if not self._begun and not report.by_depth and 0 < report.step == report.steps:
+            self.say(f"{report.step} of {report.steps} steps are done, nothing is left to train")
+        elif not self._begun and report.step > 1:
             self.say(f"going on behind step {report.step - 1}")
         self._begun = True
         if report.by_depth:
@@ -45,11 +51,13 @@ class Watch:
             old = self._smooth or new
             self._smooth = [_SMOOTHING * a + (1 - _SMOOTHING) * b for a, b in zip(old, new, strict=True)]
             total, *depths = (f"{value:.2f}" for value in self._smooth)
-            text = f"loss {total}, by depth {' '.join(depths)}"
+            text, more = f"loss {total}", f", by depth {' '.join(depths)}"
+            if _BESIDE + len(text + more) <= self.console.width:
+                text += more
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
-            found = f"tau {taus}" if taus else "no tau, as no greedy answer is held out; more answers help"
+            found = f"tau {taus}" if taus else f"no tau, as {_NO_TAU}"
             self.say(f"step {report.step}, {report.seconds / 60:.1f} min: {found}")
 
     def say(self, text: str) -> None:

@@ -77,6 +77,11 @@ class HeadConfig:
         least = 2 if self.alignment == "in_place" else 1
         if self.block_size < least:
             raise HeadError(f"block_size is {self.block_size}; a head needs at least {least} slots")
+        if self.block_size > self.model.max_positions:
+            raise HeadError(
+                f"block_size is {self.block_size}, but the context holds only {self.model.max_positions} "
+                f"tokens; valid: {least} to {self.model.max_positions}"
+            )
         if self.layout not in LAYOUTS:
             raise HeadError(f"layout {self.layout!r} is unknown; valid: {', '.join(LAYOUTS)}")
         if self.confidence and self.confidence_with_markov and self.scorer == "none":

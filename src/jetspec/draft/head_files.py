@@ -18,6 +18,7 @@ from torch import Tensor
 from jetspec.draft.config_keys import whole
 from jetspec.errors import HeadError, ModelError, StorageError
 from jetspec.target.config import ModelConfig
+from jetspec.target.storage import follow_umask
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = 1
@@ -101,6 +102,7 @@ def write_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(written, folder / (WEIGHTS + ".tmp"), metadata={"format": "pt"})
+        follow_umask(folder / (WEIGHTS + ".tmp"))
         (folder / "config.json.tmp").write_text(json.dumps(record, indent=2) + "\n", "utf-8")
         for name in (WEIGHTS, "config.json"):
             os.replace(folder / (name + ".tmp"), folder / name)

@@ -98,6 +98,24 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def follow_umask(*paths: Path) -> None:
+    """Give files of one folder the mode that the umask, or the folder's own rules, gives a new file there.
+
+    safetensors writes its files with mode 0600 whatever the umask says, which would keep others from reading
+    them. The umask itself can be read only by changing it for all threads, so a new file shows it.
+    """
+    if not paths:
+        return
+    probe = paths[0].with_name(f".{paths[0].name}.mode")
+    try:
+        probe.touch()
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    for path in paths:
+        path.chmod(mode)
+
+
 @contextmanager
 def storage_errors(place: Path, setting: str = "JETSPEC_CACHE") -> Iterator[None]:
     """Turn a full disk or a missing permission into a StorageError naming `place` and the variable to set."""
@@ -163,9 +181,7 @@ def _seal(folder: Path) -> None:
     manifest = {"format": _MANIFEST_FORMAT, "files": files}
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    mode = stat.S_IMODE(path.stat().st_mode)
-    for name in files:  # safetensors makes its files private; a shared cache wants what the umask says
-        (folder / name).chmod(mode)
+    follow_umask(*(folder / name for name in files))
 
 
 def _damage(folder: Path, verify: bool) -> str | None:

@@ -103,7 +103,11 @@ class DSparkOptions(BlockOptions):
 
 def check_fits(target: Target, options: BlockOptions) -> None:
     """Refuse what this target cannot have. Raises OptionError."""
-    width, vocab = target.config.hidden_size, target.config.vocab_size
+    width, vocab, longest = target.config.hidden_size, target.config.vocab_size, target.config.max_positions
+    if options.block_size > longest:
+        raise OptionError(
+            f"block_size must be at most {longest}, the target's longest context, got {options.block_size}"
+        )
     if options.rank > width:
         raise OptionError(f"rank must be at most {width}, the target's hidden size, got {options.rank}")
     if options.mask_token is not None and not 0 <= options.mask_token < vocab:

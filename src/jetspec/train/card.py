@@ -16,6 +16,8 @@ _TITLES = {
     "mtp": ("MTP", "arXiv 2412.19437"),
 }
 
+_MEANS = {"answers": "per batch", "anchors": "per answer", "part": "answers worked on at once"}
+
 
 def write_card(head: Path, manifest: Mapping[str, Any], log: Path) -> None:
     """Write `README.md` into a head's folder from manifest and log. Raises StorageError."""
@@ -56,15 +58,16 @@ def card(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
         "",
         *_beginning(manifest.get("started_from")),
         f"- data: {data.get('answers')} answers that the target wrote itself, {data.get('answer_tokens')} "
-        f"tokens for training, {data.get('held_out')} answers held out",
+        f"tokens for training, {_count(data.get('held_out'), 'answer')} held out",
         f"- loss: {manifest.get('loss')}",
-        f"- {manifest.get('steps')} steps, {_hours(float(manifest.get('training_seconds', 0)))}, "
+        f"- {_count(manifest.get('steps'), 'step')}, {_hours(float(manifest.get('training_seconds', 0)))}, "
         f"{manifest.get('supervised_blocks')} blocks; products in {manifest.get('products')}, "
-        f"{manifest.get('threads')} threads, torch {manifest.get('torch')}, commit {manifest.get('commit')}",
+        f"{_count(manifest.get('threads'), 'thread')}, torch {manifest.get('torch')}, "
+        f"commit {manifest.get('commit')}",
         "",
-        *_table("head", manifest.get("head_options", {})),
+        *_table("head", _head_options(manifest)),
         "",
-        *_table("training", manifest.get("options", {})),
+        *_table("training", _training_options(manifest.get("options", {}))),
         "",
         "## Licence",
         "",
@@ -104,6 +107,25 @@ def _reached(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> list
 
 def _taus(found: Mapping[str, float], names: Mapping[str, float]) -> list[str]:
     return [f"{found[name]:.2f}" if name in found else "" for name in names]
+
+
+def _count(number: Any, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _head_options(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the head, and of its taps those that an option left open, too."""
+    options = dict(manifest.get("head_options", {}))
+    if "taps" in options:
+        options["taps"] = options["taps"] or manifest.get("taps", [])
+    return options
+
+
+def _training_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the training, of the three that may fix its length only the one that did."""
+    used = next((key for key in ("steps", "epochs") if options.get(key) is not None), "minutes")
+    kept = [key for key in options if key == used or key not in ("steps", "epochs", "minutes")]
+    return {f"{key} ({_MEANS[key]})" if key in _MEANS else key: options[key] for key in kept}
 
 
 def _hours(seconds: float) -> str:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from jetspec.errors import DataError, StorageError
+from jetspec.target.storage import follow_umask
 from jetspec.train.data import Batch
 from jetspec.train.distributed import shard_like, whole_tensor
 
@@ -54,6 +55,7 @@ def save_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, {"state": json.dumps(state)})
+        follow_umask(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())  # or a machine that loses power may keep the new name without the data
         os.replace(temporary, path)
@@ -86,6 +88,7 @@ def save_batch(
     record = {"step": step, **{key: str(value) for key, value in found.items()}, "answers": answers}
     try:
         save_file(tensors, path, {"batch": json.dumps(record)})
+        follow_umask(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"step {step} failed ({found}), and its batch cannot be written to {folder} ({error})"

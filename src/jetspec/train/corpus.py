@@ -36,8 +36,10 @@ class Corpus:
     them.
 
     Every `holdout`-th answer is kept for validation, by its place in the data, so the split does not depend
-    on a seed.
+    on a seed. If none of these is greedy, though others are, the first greedy one takes the place of the
+    first of these: validation needs it.
 
+    hold_greedy: False leaves this exchange out, for a run that began without it.
     shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
     with, though more have been written since.
 
@@ -45,7 +47,14 @@ class Corpus:
     a shard is damaged or gone.
     """
 
-    def __init__(self, folders: Many[Path], holdout: int = 40, shards: Many[int] | None = None) -> None:
+    def __init__(
+        self,
+        folders: Many[Path],
+        holdout: int = 40,
+        shards: Many[int] | None = None,
+        *,
+        hold_greedy: bool = True,
+    ) -> None:
         self.folders = [str(Path(folder).absolute()) for folder in folders]
         found = [shard_paths(folder) for folder in folders]
         if shards is not None:
@@ -77,8 +86,10 @@ class Corpus:
                 )
         entries = [entry for path in paths for entry in _index(path)]
         usable = [entry for entry in entries if entry.length - entry.prompt_len >= 2]
-        self.training = [entry for n, entry in enumerate(usable) if n % holdout]
-        self.held_out = [entry for n, entry in enumerate(usable) if n % holdout == 0]
+        self.hold_greedy = hold_greedy
+        held = set(_held_out(usable, holdout, hold_greedy))
+        self.training = [entry for n, entry in enumerate(usable) if n not in held]
+        self.held_out = [entry for n, entry in enumerate(usable) if n in held]
         if not usable:
             raise DataError("all answers are shorter than 2 tokens, nothing can be learnt from them")
         if not self.training:
@@ -167,6 +178,15 @@ class Corpus:
         if not self._resident:
             return _rows(entry, name)
         return self._resident[entry.path][name][entry.start : entry.start + entry.length]
+
+
+def _held_out(entries: Many[Entry], holdout: int, hold_greedy: bool) -> list[int]:
+    """Which answers are kept for validation."""
+    held = list(range(0, len(entries), holdout))
+    greedy = [n for n, entry in enumerate(entries) if entry.temperature == 0.0]
+    if hold_greedy and greedy and not set(greedy) & set(held):
+        held[0] = greedy[0]
+    return held
 
 
 def _index(path: Path) -> list[Entry]:

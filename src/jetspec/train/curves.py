@@ -9,7 +9,7 @@ from typing import Any
 from jetspec.errors import StorageError
 from jetspec.train.log import read_log
 
-_SMOOTH = 20  # logged steps that a point of a loss curve averages over
+_SMOOTH = 20  # most logged steps that a point of a loss curve averages over
 
 
 def draw_curves(log: Path, picture: Path) -> bool:
@@ -29,10 +29,11 @@ def draw_curves(log: Path, picture: Path) -> bool:
         return False
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    window = max(1, min(_SMOOTH, len(losses) // 3))
     for depth in range(len(losses[0]["by_depth"]) if losses else 0):
         values = [record["by_depth"][depth] for record in losses]
-        left.plot(_minutes(losses), _smooth(values), label=f"depth {depth + 1}", linewidth=1.2)
-    left.set(xlabel="minutes of training", ylabel="loss", title="loss by depth")
+        left.plot(_minutes(losses), _smooth(values, window), label=f"depth {depth + 1}", linewidth=1.2)
+    left.set(xlabel="minutes of training", ylabel="loss", title=_title(window))
     for name in taus[0]["validation"]["tau"] if taus else ():
         values = [record["validation"]["tau"].get(name) for record in taus]
         right.plot(_minutes(taus), values, marker=".", label=name)
@@ -54,7 +55,11 @@ def _minutes(records: list[dict[str, Any]]) -> list[float]:
     return [record["seconds"] / 60 for record in records]
 
 
-def _smooth(values: list[float]) -> list[float]:
+def _title(window: int) -> str:
+    return "loss by depth" if window == 1 else f"loss by depth, mean of the last {window} logged steps"
+
+
+def _smooth(values: list[float], window: int) -> list[float]:
     """Means over the last points, fewer at the start."""
-    windows = (values[max(0, n + 1 - _SMOOTH) : n + 1] for n in range(len(values)))
+    windows = (values[max(0, n + 1 - window) : n + 1] for n in range(len(values)))
     return [sum(window) / len(window) for window in windows]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jetspec.errors import DataError, StorageError
 from jetspec.sequence import Sequence
+from jetspec.target.storage import follow_umask
 from jetspec.tree.proposal import EmptyProposal, Proposal
 
 SHARD_PREFIX = "features-"
@@ -109,6 +110,7 @@ def write_shard(folder: Path, number: int, samples: Many[Sample], taps: tuple[in
     temporary = path.with_suffix(".tmp")
     try:
         save_file(tensors, temporary, metadata={"taps": json.dumps(taps)})
+        follow_umask(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise StorageError(

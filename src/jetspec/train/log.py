@@ -21,21 +21,16 @@ def append_log(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All records; lines that a kill cut off are left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines if _step(line) >= 0]
+    """All records; lines that a kill cut off, or that are damaged otherwise, are left out."""
+    return [json.loads(line) for line in _lines(path)]
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Drop what lies behind `step`, because a run that was killed does those steps again, and a line cut
-    off by the kill.
+    """Drop what lies behind `step`, because a run that was killed does those steps again, and damaged lines,
+    such as one cut off by the kill.
     """
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text("utf-8").split("\n") if 0 <= _step(line) <= step]
-    write_whole(path, "".join(line + "\n" for line in kept))
+    if path.exists():
+        write_whole(path, "".join(line + "\n" for line in _lines(path) if _step(line) <= step))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -48,8 +43,19 @@ def write_whole(path: Path, text: str) -> None:
         raise StorageError(f"{path} cannot be written ({error}); free space, then run again") from None
 
 
+def _lines(path: Path) -> list[str]:
+    """The lines that are records. A byte that is not UTF-8 spoils its own line only."""
+    if not path.exists():
+        return []
+    texts = (line.decode("utf-8", "replace") for line in path.read_bytes().split(b"\n"))
+    return [text for text in texts if _step(text) >= 0]
+
+
 def _step(line: str) -> int:
+    """The step of a record; -1 for what is none."""
+    if "\N{REPLACEMENT CHARACTER}" in line:
+        return -1
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return -1

@@ -272,9 +272,16 @@ class _Run:
                 self.corpus.check_finite(batch.entries)
             found = {"loss": sums.loss, "gradient": norm}
             kept = save_batch(self.folder, self.step, batches, found, processes.rank)
+            # No step has been taken before step 0, so the learning rate has not done anything yet.
+            advice = (
+                "train with a lower learning rate in another folder"
+                if self.step
+                else "no step was taken yet, so check the features (make these answers again) and the "
+                "settings in [loss] and [head]"
+            )
             raise DataError(
                 f"the loss of step {self.step} is {sums.loss} and its gradient {norm}; its answers and "
-                f"anchors are in {kept}; train with a lower learning rate in another folder"
+                f"anchors are in {kept}; {advice}"
             )
         self.optimizer.step()
         return sums
@@ -315,6 +322,7 @@ class _Run:
             "options": asdict(self.options),
             "shards": self.corpus.shards,
             "folders": self.corpus.folders,
+            "hold_greedy": self.corpus.hold_greedy,
             "run": self._identity(),
         }
         write = self.processes.first
@@ -331,7 +339,7 @@ class _Run:
 
     def _write_head(self, validation: Validation) -> None:
         report = Report(self.step, self.step, self.seconds, math.nan, [], [], 0.0, validation)
-        if any(line["step"] == self.step and not line["by_depth"] for line in read_log(self._log_path)):
+        if any(line["step"] == self.step and not line.get("by_depth") for line in read_log(self._log_path)):
             self.on_report(report)  # this run had come to its end before
         else:
             self._log(report)

@@ -24,6 +24,9 @@ class LoopOptions:
     betas        of AdamW's two moments, each from 0 up to but not including 1
     warmup_share, clip   share of the steps in which the rate rises from 0; largest norm of the gradient, 0
                  for no limit
+    validate_minutes, validate_answers   minutes of training between validations, and held-out greedy answers
+                 that one of them uses
+    checkpoint_minutes   minutes of training between checkpoints; 0 saves after every step
     """
 
     steps: int | None = None
@@ -47,6 +50,8 @@ class LoopOptions:
         check_least(1, steps=self.steps, answers_per_batch=self.answers, anchors=self.anchors, part=self.part)
         check_least(0, epochs=self.epochs, minutes=self.minutes, rate=self.learning_rate, clip=self.clip)
         check_least(0, warmup_share=self.warmup_share, final_share=self.final_share)
+        check_least(0, validate_minutes=self.validate_minutes, checkpoint_minutes=self.checkpoint_minutes)
+        check_least(1, validate_answers=self.validate_answers)
         if not self.minutes:
             raise OptionError("minutes must be a number above 0, got 0; --steps gives the length in steps")
         if not all(0 <= beta < 1 for beta in self.betas):

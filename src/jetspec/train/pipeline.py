@@ -62,7 +62,10 @@ def train_head(
         raise StorageError(f"the run cannot be kept in {folder} ({error}); choose another folder") from None
     state = read_state(folder) or {}
     check_start(folder, state, source)
-    corpus = Corpus(folders_of_run(folder, state, answers), shards=state.get("shards"))
+    hold_greedy = state.get("hold_greedy", not state)  # False: it began before there was this exchange
+    corpus = Corpus(
+        folders_of_run(folder, state, answers), shards=state.get("shards"), hold_greedy=hold_greedy
+    )
     corpus.check_ids(target.config.vocab_size)
     taps = family.taps(target, settings.head)
     if taps is not None:
@@ -180,6 +183,7 @@ def provenance(target: Target, corpus: Corpus, settings: Settings, products: str
             "held_out": len(corpus.held_out),
         },
         "loss": settings.loss.describe(),
+        "taps": list(corpus.taps),
         "head_options": json.loads(json.dumps(asdict(settings.head))),
         "products": products,
         "threads": torch.get_num_threads(),

@@ -11,6 +11,7 @@ from jetspec.config import check_least
 from jetspec.errors import OptionError
 
 WEIGHTINGS = ("uniform", "exponential", "expected-length")
+_SHORTEST_DECAY = 0.01  # depth 2 counts exp(-100) then; what is much shorter divides to infinity and NaN
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LossOptions:
     confidence   weight of the confidence head's binary cross-entropy, in families that have one
     weighting    of the depths k = 1, 2, ..: "uniform"; "exponential", exp(-(k - 1) / decay); or
                  "expected-length", see `expected_length_weights`
-    decay        of the exponential weights, in slots; 0 makes them uniform
+    decay        of the exponential weights, in slots: at least 0.01, or 0, which makes them uniform
     smoothing    of the expected-length weights, 0..1
     """
 
@@ -39,6 +40,11 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         check_least(0, kl=self.kl, ce=self.ce, l1=self.l1, confidence=self.confidence, decay=self.decay)
+        if 0 < self.decay < _SHORTEST_DECAY:
+            raise OptionError(
+                f"decay must be 0 (uniform weights) or a number of at least {_SHORTEST_DECAY}, "
+                f"got {self.decay!r}"
+            )
         check_least(0.01, temperature=self.temperature)
         check_least(0, smoothing=self.smoothing)
         if self.smoothing > 1:
