@@ -197,7 +197,8 @@ def _forward(record: dict[str, Any]) -> str:
     ours, theirs = (plain["tokens_per_second"][side] for side in ("jetspec", "transformers"))
     return (
         f"{text} Plain decoding makes {ours:.1f} tok/s, transformers' `generate` {theirs:.1f}"
-        f" ({plain['ratio']:.2f}×, median of the prompts' ratios) on the same prompts, in the same process. Measured on"
+        f" ({plain['ratio']:.2f}×, median of the prompts' ratios) on the same prompts, in the same process."
+        " Measured on"
         f" {_source(record['run'])}."
     )
 
