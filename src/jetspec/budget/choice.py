@@ -13,9 +13,7 @@ _LOOK_NODES, LOOK_GROWN = 1, 8  # grown for a look at a request that has just co
 _PROBED = 4  # one in so many sequences is drafted for in a probe
 _EXPLORE = 4  # in every fourth round sizes may be tried whose cost is not known
 _SETTLED = 96  # rounds after which every second one is learned from: the time is better spent on decoding
-_PARTIAL = (
-    1.05  # speedup that drafting for a part of the batch has to promise: those ahead wait for the others
-)
+_PARTIAL = 1.05  # speedup to promise where a part of the batch is drafted for: it gets ahead, and waits
 _ABOUT = 0.95  # speedup that counts as about none
 _CLOSE, _CHECK = 1.3, 64  # smaller speedups are checked against a plain round, after so many rounds...
 _CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...

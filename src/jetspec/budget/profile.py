@@ -37,7 +37,7 @@ _TWICE = 2  # samples of these sizes
 _GROWN = (8, 32, 0)
 _CONTEXT, _LONG = 64, 512  # committed tokens
 _MARGIN = 16  # positions behind them that trees may reach
-_KEYS = count(-2, -1)  # of made-up sequences; engines count upwards from 0
+_KEYS = count(-1, -1)  # of made-up sequences; engines count upwards from 0
 
 _NEEDED = (("verify", 1), ("verify", _SOME), ("build", 8), ("commit", 1))
 _JOBS = (
@@ -47,7 +47,8 @@ _JOBS = (
     *(
         ("draft", _BATCH),
         ("draft", _MANY),
-        ("long", 1),
+        ("long", _BATCH),
+        ("batch", _BATCH),
         ("long", _SOME),
         ("batch", _SOME),
         ("commit", _BATCH),
@@ -110,12 +111,14 @@ def _model(seconds: dict[_Job, float], short: int, long: int) -> CostModel:
 
     verify, far, few = points("verify"), points("long"), points("batch")
     context = row_context = beside = 0.0
-    if len(far) == 2 and long >= 2 * short:
-        at_one = max(0.0, (far[1] - verify[1]) / (long - short))  # context + row_context
-        at_last = (far[_SOME] - verify[_SOME]) / (long - short)  # context + _SOME * row_context
-        row_context = min(max(0.0, (at_last - at_one) / (_SOME - 1)), at_one)
+    if len(far) == len(few) == 2 and long >= 2 * short:
+        further = _BATCH * (long - short)  # tokens; a batch, since one sequence keeps few cores busy
+        each = _SOME // _BATCH  # rows of a sequence
+        at_one = max(0.0, (far[_BATCH] - few[_BATCH]) / further)  # context + row_context
+        at_last = (far[_SOME] - few[_SOME]) / further  # context + each * row_context
+        row_context = min(max(0.0, (at_last - at_one) / (each - 1)), at_one)
         context = at_one - row_context
-    if few:
+    if _SOME in few:
         beside = (few[_SOME] - verify[_SOME]) / (_BATCH - 1) - short * context
     base = {size: value - short * (context + size * row_context) for size, value in verify.items()}
     return CostModel(
@@ -143,7 +146,7 @@ def halfway(points: Mapping[int, float]) -> int | None:
 class _Bench:
     """One target and drafter on the bench, with sequences that both know.
 
-    context, long: committed tokens of the sequences, and of one that stands for a long context.
+    context, long: committed tokens of the sequences, and of some that stand for a long context.
     """
 
     def __init__(self, target: Target, drafter: Drafter, grow: Grow, sequences: list[Sequence]) -> None:
@@ -151,7 +154,9 @@ class _Bench:
         self._cache = target.new_cache()
         self.context = sequences[0].position
         self.long = max(self.context, min(_LONG, target.config.max_positions - _MARGIN))
-        for key, rows in [*((s.id, s.position) for s in sequences[:_BATCH]), (-1, self.long)]:
+        self._long = [next(_KEYS) for _ in range(_BATCH)]
+        short = [(s.id, s.position) for s in sequences[:_BATCH]]
+        for key, rows in [*short, *((key, self.long) for key in self._long)]:
             self._cache.add(key, capacity=rows + max(_WIDE if key == sequences[0].id else _ROWS))
             self._cache.extend(key, rows)
             self._cache.keep(key, range(rows))  # zeros: what is in the rows does not change the time
@@ -160,10 +165,8 @@ class _Bench:
         """Seconds of one job; a tree is built from a draft, so that gives both."""
         if what == "verify":
             return {(what, size): self.verify([_tree(size)])}
-        if what == "long":
-            return {(what, size): self.verify([_tree(size)], long=True)}
-        if what == "batch":
-            return {(what, size): self.verify([_tree(size // _BATCH)] * _BATCH)}
+        if what in ("long", "batch"):
+            return {(what, size): self.verify([_tree(size // _BATCH)] * _BATCH, long=what == "long")}
         if what == "build":
             draft, build = self._draft(1, size)
             return {("draft", 1): draft, (what, size): build}
@@ -189,7 +192,7 @@ class _Bench:
 
     def verify(self, trees: list[Tree], *, long: bool = False) -> float:
         """Seconds of one forward and of picking greedily at every row."""
-        keys = [-1] if long else [s.id for s in self._sequences]
+        keys = self._long if long else [s.id for s in self._sequences]
         plan = pack(list(zip(keys, trees, strict=False)), self._cache)
         start = time.perf_counter()
         output = self._target.forward(plan, self._cache, self._drafter.taps, self._drafter.needs_hidden)
@@ -214,7 +217,7 @@ class _Bench:
 
     def _commit(self, batch: int) -> float:
         """Seconds of keeping one row per sequence. What drafter and text make of it is learned later."""
-        keys = [-1, *(s.id for s in self._sequences)][:batch]
+        keys = [self._long[0], *(s.id for s in self._sequences)][:batch]
         for key in keys:
             self._cache.extend(key, 1)
         start = time.perf_counter()
