@@ -25,7 +25,7 @@ def test_what_half_precision_cannot_hold_stays() -> None:
 
 
 def test_the_best_id_is_the_lowest_of_equal_ones() -> None:
-    """Guards the two ways to find it against each other, ties included; rows of NaN and infinities have none."""
+    """Guards the two ways to find it against each other, ties included; NaN and infinities give none."""
     scores = torch.randn(50, 33, generator=torch.Generator().manual_seed(1)).round()
     scores[3, 5:9] = torch.inf
     scores[4] = -torch.inf
