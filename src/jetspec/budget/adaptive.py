@@ -151,7 +151,6 @@ class AdaptiveBudget:
         if self._rest:  # the same turn, and nothing to find out
             if self._rest % _SELDOM:
                 turn.prospect.wait()
-                turn.prospect.pay(1.0, 0.0)
                 return
         else:
             self._turn = None
@@ -171,7 +170,6 @@ class AdaptiveBudget:
             self._judge(turn, size, sum([len(path) for path in paths]) - len(paths))
         else:
             turn.prospect.wait()
-            turn.prospect.pay(1.0, 0.0)
         self._undrafted = 0 if size.drafts else self._undrafted + 1
         known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size), turn.tries)
         if turn.learns:

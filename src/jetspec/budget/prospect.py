@@ -148,8 +148,9 @@ class Prospect:
         return self._interval > _OFTEN
 
     def wait(self) -> None:
-        """A round without a draft went by."""
+        """A round without a draft went by: a plain round's time, and nothing lost."""
         self._waited += 1
+        self.pay(1.0, 0.0)
 
     def forget(self) -> None:
         """Before the outcome of a probe is counted."""

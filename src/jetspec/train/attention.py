@@ -47,15 +47,25 @@ def block_attention(
     In mixed precision products are in the type of autocast, softmax in float32.
     """
     kind = q.device.type
-    tensors = q, context_k, context_v, k, v
+    tensors = _Tensors(q, context_k, context_v, k, v)
     if torch.is_autocast_enabled(kind):
-        tensors = tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)  # type: ignore[assignment]
+        tensors = _Tensors(*(x.to(torch.get_autocast_dtype(kind)) for x in tensors))
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     with torch.autocast(kind, enabled=False):
         mixed: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
-            *tensors, anchors, causal, learns
+            anchors, causal, learns, *tensors
         )
     return mixed
+
+
+class _Tensors(NamedTuple):
+    """What attention reads, see `block_attention`, or the gradients of it."""
+
+    q: Tensor
+    context_k: Tensor
+    context_v: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class _Chunk(NamedTuple):
@@ -91,55 +101,39 @@ def _chunks(q: Tensor, anchors: Anchors, length: int) -> Iterator[_Chunk]:
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        context_k: Tensor,
-        context_v: Tensor,
-        k: Tensor,
-        v: Tensor,
-        anchors: Anchors,
-        causal: bool,
-        learns: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, anchors: Anchors, causal: bool, learns: bool, *tensors: Tensor) -> Tensor:
+        x = _Tensors(*tensors)
         ctx.kept = kept = list[tuple[_Chunk, _Kept]]()
-        mixed = torch.empty_like(q)
+        mixed = torch.empty_like(x.q)
         later = None
         if causal:
-            slots, block = q.shape[2], k.shape[2]
-            later = torch.ones(slots, block, dtype=torch.bool, device=q.device).triu_(1 + block - slots)
-            later = later.repeat_interleave(q.shape[3] // k.shape[3], 0)  # [rows, block]
-        for chunk in _chunks(q, anchors, context_k.shape[1]):
-            own, out = _mix(chunk, q, context_k, context_v, k, v, anchors, later)
+            slots, block = x.q.shape[2], x.k.shape[2]
+            later = torch.ones(slots, block, dtype=torch.bool, device=x.q.device).triu_(1 + block - slots)
+            later = later.repeat_interleave(x.q.shape[3] // x.k.shape[3], 0)  # [rows, block]
+        for chunk in _chunks(x.q, anchors, x.context_k.shape[1]):
+            own, out = _mix(chunk, x, anchors, later)
             _place(mixed[chunk.answer, chunk.anchors], out)
             if learns:
                 kept.append((chunk, own))
         if learns:
-            ctx.save_for_backward(context_k, context_v, k, v, mixed)
+            ctx.save_for_backward(*x, mixed)
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        context_k, context_v, k, v, mixed = ctx.saved_tensors
-        grads = _Grads(
-            torch.empty_like(mixed),
-            torch.zeros_like(context_k),
-            torch.zeros_like(context_v),
-            torch.empty_like(k),
-            torch.empty_like(v),
+        *tensors, mixed = ctx.saved_tensors
+        x = _Tensors(*tensors)
+        grads = _Tensors(
+            torch.empty_like(x.q),
+            torch.zeros_like(x.context_k),
+            torch.zeros_like(x.context_v),
+            torch.empty_like(x.k),
+            torch.empty_like(x.v),
         )
         for chunk, own in ctx.kept:
-            _unmix(chunk, own, grad, mixed, context_k, context_v, k, v, grads)
-        return *grads, None, None, None
-
-
-class _Grads(NamedTuple):
-    q: Tensor
-    context_k: Tensor
-    context_v: Tensor
-    k: Tensor
-    v: Tensor
+            _unmix(chunk, own, grad, mixed, x, grads)
+        return None, None, None, *grads
 
 
 def _rows(x: Tensor, kv: int) -> Tensor:
@@ -163,24 +157,15 @@ def _blocks(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(0, 1)
 
 
-def _mix(
-    chunk: _Chunk,
-    q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    anchors: Anchors,
-    later: Tensor | None,
-) -> tuple[_Kept, Tensor]:
+def _mix(chunk: _Chunk, x: _Tensors, anchors: Anchors, later: Tensor | None) -> tuple[_Kept, Tensor]:
     """What a chunk's slots read [kv, c * rows, dim]."""
     answer, some, length = chunk
-    kv, dim = k.shape[-2:]
-    rows = _rows(q[answer, some], kv).mul_(dim**-0.5)
-    own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
-    far = _wide(rows @ context_k[answer, :length].permute(1, 2, 0))
+    kv, dim = x.k.shape[-2:]
+    rows = _rows(x.q[answer, some], kv).mul_(dim**-0.5)
+    own_k, own_v = _blocks(x.k[answer, some]), _blocks(x.v[answer, some])
+    far = _wide(rows @ x.context_k[answer, :length].permute(1, 2, 0))
     near = _wide(rows.view(len(own_k), -1, dim) @ own_k.transpose(1, 2))
-    behind = torch.arange(length, device=q.device) >= anchors.device[answer, some].unsqueeze(-1)  # [c, L]
+    behind = torch.arange(length, device=x.q.device) >= anchors.device[answer, some].unsqueeze(-1)  # [c, L]
     far.unflatten(1, (len(behind), -1)).masked_fill_(behind.unsqueeze(1), -math.inf)
     if later is not None:
         near.masked_fill_(later, -math.inf)
@@ -191,38 +176,28 @@ def _mix(
     far.sub_(greatest).exp_()
     flat.sub_(greatest).exp_()
     total = far.sum(-1, keepdim=True) + flat.sum(-1, keepdim=True)
-    far, near = far.to(q.dtype), near.to(q.dtype)
-    mixed = far @ context_v[answer, :length].transpose(0, 1)
+    far, near = far.to(rows.dtype), near.to(rows.dtype)
+    mixed = far @ x.context_v[answer, :length].transpose(0, 1)
     mixed += (near @ own_v).view_as(mixed)
     return _Kept(rows, far, near, total), mixed.div_(total)
 
 
-def _unmix(
-    chunk: _Chunk,
-    kept: _Kept,
-    grad: Tensor,
-    mixed: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    to: _Grads,
-) -> None:
+def _unmix(chunk: _Chunk, kept: _Kept, grad: Tensor, mixed: Tensor, x: _Tensors, to: _Tensors) -> None:
     """Gradients of a chunk. With P = exp / total: dV = P' dO, dS = P (dO V' - rowsum(dO O))."""
     answer, some, length = chunk
-    kv, dim = k.shape[-2:]
+    kv, dim = x.k.shape[-2:]
     rows, far, near, total = kept
-    own_k, own_v = _blocks(k[answer, some]), _blocks(v[answer, some])
+    own_k, own_v = _blocks(x.k[answer, some]), _blocks(x.v[answer, some])
     wide = _wide(_rows(grad[answer, some], kv)).div_(total)
     down = (wide * _rows(mixed[answer, some], kv)).sum(-1, keepdim=True)
     out = wide.to(rows.dtype)
     out_blocks = out.view(len(own_k), -1, dim)
 
     to.context_v[answer, :length] += (far.transpose(1, 2) @ out).transpose(0, 1)
-    step = _wide(out @ context_v[answer, :length].permute(1, 2, 0))
+    step = _wide(out @ x.context_v[answer, :length].permute(1, 2, 0))
     step = step.sub_(down).mul_(far).to(rows.dtype)
     to.context_k[answer, :length] += (step.transpose(1, 2) @ rows).transpose(0, 1)
-    for_q = step @ context_k[answer, :length].transpose(0, 1)
+    for_q = step @ x.context_k[answer, :length].transpose(0, 1)
 
     c = len(own_k) // kv
     _from_blocks(to.v[answer, some], near.transpose(1, 2) @ out_blocks, c)
