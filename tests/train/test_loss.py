@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec.errors import OptionError
+from jetspec.target.packed import native_available
 from jetspec.train import loss as loss_module
 from jetspec.train.loss import confidence_loss, fused_loss, fused_overlap, reference_loss
+from jetspec.train.native_loss import native_learn
 from jetspec.train.weighting import LossOptions, expected_length_weights
 
 ROWS, TEACHERS, HIDDEN, RANK, WIDTH = 37, 11, 12, 5, 29
@@ -253,3 +255,74 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     """Guards hours of training with a loss that means nothing."""
     with pytest.raises(OptionError, match=message):
         replace(KL, **options)
+
+
+@pytest.mark.skipif(not native_available(), reason="no compiler")
+@pytest.mark.parametrize("name", [name for name, options in LOSSES.items() if options.temperature == 1])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
+def test_compiled_loss_is_the_readable_one(width: int, name: str) -> None:
+    """Guards the compiled loss: every term, the ends of rows, rows without a label, teachers that several rows
+    share or none has, and laws that are sure of one token."""
+    options = LOSSES[name]
+    sharp = torch.tensor([1.0, 40.0, 3.0, 1.0, 200.0, 1.0, 5.0])
+    logits, target = torch.randn(7, width) * sharp[:, None], torch.randn(4, width) * sharp[:4, None]
+    place, labels = torch.tensor([0, 2, 2, 1, 0, 1, 2]), torch.randint(0, width, (7,))
+    labels[2] = -1
+    eye = torch.eye(width, dtype=torch.float64)
+    wanted = logits.double().requires_grad_()
+    slow = reference_loss(
+        [(wanted, eye)], target.double(), eye, place, torch.ones(7).double(), options, labels
+    )
+    (slow.loss * 7).backward()
+    found = native_learn(logits, target, place, labels, options)
+    assert found is not None and wanted.grad is not None
+    close = {"rtol": 1e-4, "atol": 2e-5}  # logits of 200 are known to 1e-5
+    assert torch.allclose(found.value.double(), slow.per_row, **close)
+    assert torch.allclose(found.overlap.double(), slow.overlap, **close)
+    assert torch.equal(found.agree, slow.agree)
+    assert torch.allclose(logits.double(), wanted.grad, **close)
+
+
+@pytest.mark.skipif(not native_available(), reason="no compiler")
+def test_compiled_loss_has_the_same_bits_for_any_number_of_threads() -> None:
+    """Guards exact resuming with another number of threads."""
+    given = inputs(torch.float32, scorer=False)
+    logits = (given["pairs"][0][0] @ given["output"].T).detach()
+    target = given["teacher"] @ given["output"].T
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        own = logits.clone()
+        learned = native_learn(own, target, given["teacher_row"], given["labels"], LOSSES["dspark"])
+        assert learned is not None
+        found.append((own, *learned))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.skipif(not native_available(), reason="no compiler")
+def test_compiled_loss_says_that_it_is_not_finite() -> None:
+    """Guards the early abort of a run: NaN and infinite logits must not look like a loss."""
+    for broken in (math.nan, math.inf):
+        logits = torch.randn(2, 40)
+        logits[1, 17] = broken
+        learned = native_learn(logits, torch.randn(1, 40), torch.tensor([0, 0]), None, KL)
+        assert learned is not None
+        assert learned.value.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["kl", "dspark"])
+def test_fused_loss_in_float32_is_the_readable_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way of a chunk through the compiled loss, and through torch's operators without it."""
+    given = inputs(torch.float32, scorer=True)
+    slow = reference_loss(**given, options=LOSSES[name])
+    wanted = gradients(slow.loss, given)
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(loss_module, "native_learn", lambda *_: None)
+        fast = fused_loss(**given, options=LOSSES[name], overlap=True)
+        counted = given["weight"] > 0
+        assert torch.allclose(slow.loss, fast.loss, rtol=1e-5)
+        assert torch.equal(slow.agree[counted], fast.agree[counted])
+        for a, b in zip(wanted, gradients(fast.loss, given), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)

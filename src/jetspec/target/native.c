@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "native_attention.h"
+#include "native_loss.h"
 #include "native_math.h"
 #include "native_product.h"
 #include "native_scorer.h"
@@ -349,4 +350,20 @@ int jetspec_markov(const markov_head *h, const markov_job *j)
     free(w.gates);
     free(w.added);
     return failed;
+}
+
+/* The loss of slots against the target's law, and its gradient. */
+void jetspec_loss(const loss_job *j)
+{
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < j->teachers; n++) {
+            const float *x = j->target + n * j->width;
+            float greatest = greatest_of_row(x, j->width, j->top + n);
+            j->laws[n] = log_mass_of_row(x, j->width, greatest);
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < j->rows; n++) learn_row(j, n);
+    }
 }

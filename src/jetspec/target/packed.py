@@ -59,9 +59,10 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_place.argtypes = [pointer] * 5 + [integer] * 7 + [real]
     found.jetspec_markov.argtypes = [pointer, pointer]
     found.jetspec_markov.restype = ctypes.c_int
+    found.jetspec_loss.argtypes = [pointer]
     found.jetspec_read.argtypes = [pointer, integer]
     found.jetspec_read.restype = ctypes.c_float
-    for name in ("jetspec_pack", "jetspec_product", "jetspec_output", "jetspec_place"):
+    for name in ("jetspec_pack", "jetspec_product", "jetspec_output", "jetspec_place", "jetspec_loss"):
         getattr(found, name).restype = None
     return found
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetspec.train.native_loss import Learned, native_learn
 from jetspec.train.weighting import LossOptions
 
 CHUNK_ROWS = 512  # a chunk's logits stay in the processor's cache with a reduced vocabulary
@@ -222,6 +223,20 @@ def _learn(
     return value, grad, found
 
 
+def _learn_in_parts(chunk: _Chunk, options: LossOptions, labels: Tensor | None, overlap: bool) -> Learned:
+    """What `native_learn` does, for any device and type."""
+    value, found = chunk.logits.new_empty(2, len(chunk.rows))
+    agree = torch.empty(len(chunk.rows), dtype=torch.bool, device=value.device)
+    first = 0
+    for part in chunk.parts():
+        own = slice(first, first + len(part.rows))
+        agree[own] = part.logits.argmax(-1) == part.target.argmax(-1)[part.place]
+        value[own], step, found[own] = _learn(part, options, labels, overlap)
+        part.logits.copy_(step)
+        first = own.stop
+    return Learned(value, agree, found)
+
+
 class _Fused(torch.autograd.Function):
     """Gradients are computed in the forward pass, while a chunk's logits are at hand, and only scaled in
     the backward pass.
@@ -247,11 +262,11 @@ class _Fused(torch.autograd.Function):
         grads = [torch.zeros_like(x) if want else None for x, want in zip(flat, wanted, strict=True)]
         for chunk in _chunks(pairs, teacher, output, teacher_row, share):
             rows, grad = chunk.rows, chunk.logits  # d per_row / d logits takes the place of the logits
-            for part in chunk.parts():
-                agree[part.rows] = part.logits.argmax(-1) == part.target.argmax(-1)[part.place]
-                value, step, own = _learn(part, options, labels, overlap)
-                per_row[part.rows], found[part.rows] = value.to(per_row.dtype), own.to(found.dtype)
-                part.logits.copy_(step)
+            known = None if labels is None else labels[rows]
+            learned = native_learn(grad, chunk.target, chunk.place, known, options)
+            learned = learned or _learn_in_parts(chunk, options, labels, overlap)
+            per_row[rows], agree[rows] = learned.value.to(per_row.dtype), learned.agree
+            found[rows] = learned.overlap.to(found.dtype)
             own = share[rows, None]  # weighs rows of states, which are narrower than those of logits
             for n, (x, w) in enumerate(pairs):
                 for_x, for_w = grads[2 * n], grads[2 * n + 1]
