@@ -4,6 +4,7 @@ import pytest
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Spent
+from jetspec.budget.cost import RoundSize
 from jetspec.budget.fixed import FixedBudget
 from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.maps import Calibration, Group, Knot
@@ -18,6 +19,7 @@ STEPS = {
     "stairs": lambda rows: 0.012 if rows <= 8 else 0.020 if rows <= 16 else 0.022 if rows <= 32 else 0.06,
     "steep": lambda rows: 0.012 * max(1.0, rows / 4),
 }
+MEMBERS = sequences(2)
 NOISY = {"noise": 0.1, "stalls": 0.01}
 
 
@@ -233,3 +235,40 @@ def test_plain_rounds_without_a_thought_end_with_a_new_request() -> None:
     turn = budget._turn
     assert budget.limits(members) == [0, 0] and budget._turn is turn
     assert budget.limits(sequences(3)[1:]) == [0, 0] and budget._turn is not turn, "another batch"
+
+
+def test_a_probe_does_not_end_the_short_way() -> None:
+    """Guards the price of not drafting: once plain decoding is settled, a probe that fails is followed by
+    rounds without a thought again."""
+    budget = AdaptiveBudget(knowledge(Machine()))
+    thoughts: list[bool] = []
+    for _ in range(400):
+        before = budget._turn
+        log = run(budget, Head(right=False), Machine(), 1, members=MEMBERS)
+        thoughts.append(budget._turn is None or budget._turn is not before)
+        if log.drafted[0]:
+            probed = len(thoughts)
+    assert 100 < probed < 360, "there was a probe in between"
+    assert sum(thoughts[probed + 2 : probed + 34]) <= 8
+
+
+def test_tries_are_charged_what_they_took() -> None:
+    """Guards the credit: a draft that is rare finds cold caches and takes longer than the same draft in a row,
+    which is what the curves know. Stalls are not charged."""
+    charged: dict[float, float] = {}
+    for factor in (1.0, 1.3, 10.0):
+        machine = Machine()
+        budget = AdaptiveBudget(known := knowledge(machine))
+        members = sequences(1)
+        prospect = known.prospects["greedy"]
+        while not any(budget.limits(members)):
+            budget.cut(members, [Tree.root_only(0)])
+            budget.record(members, [Tree.root_only(0)], [[0]], machine.expected(RoundSize.plain([64])))
+        tree = GROW["best-first"](0, Head().draft()[0], 4)
+        cut = budget.cut(members, [tree])
+        size = RoundSize(1, 1, 4, cut[0].size, 64, 64 * cut[0].size)
+        before = prospect.credit
+        spent = Spent(*(factor * seconds for seconds in machine.expected(size)))
+        budget.record(members, cut, [[0]], spent)
+        charged[factor] = before - prospect.credit
+    assert charged[1.0] < 0.75 * charged[1.3] and charged[1.3] < charged[10.0] < 3.0 * charged[1.3]

@@ -261,8 +261,8 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("name", [name for name, options in LOSSES.items() if options.temperature == 1])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
 def test_compiled_loss_is_the_readable_one(width: int, name: str) -> None:
-    """Guards the compiled loss: every term, the ends of rows, rows without a label, teachers that several rows
-    share or none has, and laws that are sure of one token."""
+    """Guards the compiled loss: every term, the ends of rows, rows without a label, teachers that several
+    rows share or none has, and laws that are sure of one token."""
     options = LOSSES[name]
     sharp = torch.tensor([1.0, 40.0, 3.0, 1.0, 200.0, 1.0, 5.0])
     logits, target = torch.randn(7, width) * sharp[:, None], torch.randn(4, width) * sharp[:4, None]

@@ -32,6 +32,7 @@ from jetspec.tree import Tree
 
 _SETTLED = 32  # plain rounds in a row after which they go on...
 _REST, _SELDOM = 7, 4  # ...for so many without a thought, and every fourth one is learned from
+_DEARER = 1.5  # times its modelled seconds that a try is charged with at most, if it took that long
 
 
 class AdaptiveBudget:
@@ -167,10 +168,11 @@ class AdaptiveBudget:
             _expect_uncut(turn, trees)
         if size.drafts:
             self._count_outcomes(turn, sequences, trees, paths)
-            self._judge(turn, size, sum([len(path) for path in paths]) - len(paths))
+            self._judge(turn, size, sum([len(path) for path in paths]) - len(paths), sum(spent))
         else:
             turn.prospect.wait()
-        self._undrafted = 0 if size.drafts else self._undrafted + 1
+        if not turn.tries:  # a try that promises something ends the rest by what follows it
+            self._undrafted = 0 if size.drafts else self._undrafted + 1
         known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size), turn.tries)
         if turn.learns:
             known.learn(size, spent)
@@ -198,17 +200,19 @@ class AdaptiveBudget:
                 prospect.count(accepted, stated, tree.budget)
             member.count(accepted, stated, probe or extra)
 
-    def _judge(self, turn: Turn, size: RoundSize, accepted: int) -> None:
-        """Count the round for or against drafting."""
+    def _judge(self, turn: Turn, size: RoundSize, accepted: int, spent: float) -> None:
+        """Count the round for or against drafting; `spent`: seconds that it took."""
         prospect, situation, batch = turn.prospect, turn.situation, size.sequences
-        cost = self.knowledge.cost.seconds(size) / turn.plain
+        known = self.knowledge.cost
+        cost = known.seconds(size) / turn.plain
         # What was expected scatters less, what came has no bias.
         speedup = (batch + 0.5 * (accepted + sum(turn.expected))) / (batch * cost)
         if turn.kind == "draft":
             prospect.pay(cost, (1.0 - speedup) * cost)
             self._forecaster.hurry(2 if situation.trials < 4 * TRIALS else 0)
         else:
-            prospect.pay(cost, cost - 1.0 - accepted / batch)
+            took = spent / (turn.plain * known.pace) if turn.tries else cost  # what is rare finds caches cold
+            prospect.pay(cost, max(cost, min(took, _DEARER * cost)) - 1.0 - accepted / batch)
             self._forecaster.hurry()
         if turn.tries:
             self._end_probe(turn, accepted, cost)

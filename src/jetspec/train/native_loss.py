@@ -1,4 +1,5 @@
-"""The compiled form of what `loss._learn` computes: a chunk's losses and, in place of its logits, their gradient.
+"""The compiled form of what `loss._learn` computes: a chunk's losses and, in place of its logits, their
+gradient.
 
 `native_loss.h` does in one walk over a row what takes torch a dozen, each with its own start and result. Same
 values up to rounding, and the same bits for any number of threads.
