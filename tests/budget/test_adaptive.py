@@ -253,8 +253,8 @@ def test_a_probe_does_not_end_the_short_way() -> None:
 
 
 def test_tries_are_charged_what_they_took() -> None:
-    """Guards the credit: a draft that is rare finds cold caches and takes longer than the same draft in a row,
-    which is what the curves know. Stalls are not charged."""
+    """Guards the credit: a draft that is rare finds cold caches and takes longer than drafts in a row, which
+    are what the curves know. Stalls are not charged."""
     charged: dict[float, float] = {}
     for factor in (1.0, 1.3, 10.0):
         machine = Machine()
