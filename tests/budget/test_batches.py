@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.profile import Measurement
 from jetspec.budget.prospect import CREDIT
+from jetspec.sampling import Sampling
+from jetspec.sequence import Limits, Sequence
 from tests.budget.world import Head, Log, Machine, fixed_rates, run, sequences
 
 COSTS: dict[str, Callable[[float], float]] = {
@@ -106,3 +109,20 @@ def test_sequences_come_and_go() -> None:
         assert rate > 0.95 * fixed, count
     assert sum(sum(log.drafted) for log in logs[16][5:]) < 0.1 * 16 * 4 * len(logs[16])
     assert len(budget._members._known) == len(members), "who has left is forgotten"
+
+
+def test_long_contexts_are_priced_before_a_probe() -> None:
+    """Guards the credit with long contexts: what a drafted row reads of the context was left out of the price
+    of probes and looks, and a probe of four nodes cost more than the credit."""
+    machine = Machine()
+    nodes: dict[int, int] = {}
+    for context in (64, 8000):
+        known = Knowledge(Measurement(replace(machine.model(), row_context=1e-6), 1.0, noisy=False))
+        budget = AdaptiveBudget(known)
+        members = [Sequence(0, [1] * context, Sampling(), Limits(max_tokens=99), lambda ids: "")]
+        known.prospects["greedy"].credit = 0.6
+        limits = budget.limits(members)
+        turn = budget._turn
+        assert turn is not None
+        nodes[context] = turn.least if any(limits) else 0
+    assert nodes[8000] < nodes[64] == 4

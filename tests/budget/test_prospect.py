@@ -7,7 +7,7 @@ import pytest
 from jetspec.budget.cost import RoundSize
 from jetspec.budget.members import Member, Members
 from jetspec.budget.outlook import look_ahead
-from jetspec.budget.prospect import Prospect, surprise
+from jetspec.budget.prospect import MOST_CREDIT, Prospect, surprise
 from tests.budget.world import Machine, sequences
 
 
@@ -120,3 +120,28 @@ def test_sequences_are_told_apart_and_forgotten() -> None:
     assert changed and fewer[0] is first[1]
     last, _ = members.of(batch)
     assert last[0] is not first[0] and last[1] is first[1]
+
+
+def test_a_probe_that_paid_is_followed_at_once() -> None:
+    """Guards the way back to drafting: after a few failures the interval is no whole number of rounds, and
+    the next probe came eight rounds later."""
+    prospect = Prospect()
+    for _ in range(3):
+        prospect.probed(paid=False)
+    prospect.probed(paid=True)
+    assert prospect.due
+
+
+def test_what_was_saved_for_an_expensive_try_is_not_saved_again() -> None:
+    """Guards the limit of the credit: it stayed at what one expensive try had needed, and everything that was
+    tried later might lose as much at once."""
+    prospect = Prospect()
+    prospect.save(3.0)
+    for _ in range(1000):
+        prospect.wait()
+    assert prospect.credit > 3.0
+    prospect.saved()
+    prospect.pay(4.0, 3.0)
+    for _ in range(1000):
+        prospect.wait()
+    assert prospect.credit == MOST_CREDIT

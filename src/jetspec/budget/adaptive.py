@@ -32,7 +32,6 @@ from jetspec.tree import Tree
 
 _SETTLED = 32  # plain rounds in a row after which they go on...
 _REST, _SELDOM = 7, 4  # ...for so many without a thought, and every fourth one is learned from
-_DEARER = 1.5  # times its modelled seconds that a try is charged with at most, if it took that long
 
 
 class AdaptiveBudget:
@@ -58,6 +57,22 @@ class AdaptiveBudget:
         """0 for whom drafting does not pay, else the same for all, a little more than is likely to be
         kept.
         """
+        with self.knowledge.lock:
+            return self._limits(sequences)
+
+    def cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
+        """The nodes that pay, over the whole batch."""
+        with self.knowledge.lock:
+            return self._cut(sequences, trees)
+
+    def record(
+        self, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]], spent: Spent
+    ) -> None:
+        """Learn from the outcome: chances, costs, and whether drafting pays."""
+        with self.knowledge.lock:
+            self._record(sequences, trees, paths, spent)
+
+    def _limits(self, sequences: Many[Sequence]) -> list[int]:
         known, count, forecaster = self.knowledge, len(sequences), self._forecaster
         ids = [s.id for s in sequences]
         if self._rest and ids == self._ids:
@@ -111,8 +126,7 @@ class AdaptiveBudget:
         reach, self.floor = situation.limits(nodes, turn.explores)
         return min(reach, self._forecaster.reach, MOST_REACH)
 
-    def cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
-        """The nodes that pay, over the whole batch."""
+    def _cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
         turn = self._turn
         assert turn is not None and len(turn.contexts) == len(trees), "limits() comes first"
         turn.expected = [0.0] * len(trees)
@@ -143,10 +157,9 @@ class AdaptiveBudget:
             turn.situation.move(trees, kept)
         return [keep(tree, own) for tree, own in zip(trees, kept, strict=True)]
 
-    def record(
+    def _record(
         self, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]], spent: Spent
     ) -> None:
-        """Learn from the outcome: chances, costs, and whether drafting pays."""
         turn, known = self._turn, self.knowledge
         assert turn is not None, "limits() comes first"
         if self._rest:  # the same turn, and nothing to find out
@@ -168,7 +181,7 @@ class AdaptiveBudget:
             _expect_uncut(turn, trees)
         if size.drafts:
             self._count_outcomes(turn, sequences, trees, paths)
-            self._judge(turn, size, sum([len(path) for path in paths]) - len(paths), sum(spent))
+            self._judge(turn, size, sum([len(path) for path in paths]) - len(paths))
         else:
             turn.prospect.wait()
         if not turn.tries:  # a try that promises something ends the rest by what follows it
@@ -200,19 +213,17 @@ class AdaptiveBudget:
                 prospect.count(accepted, stated, tree.budget)
             member.count(accepted, stated, probe or extra)
 
-    def _judge(self, turn: Turn, size: RoundSize, accepted: int, spent: float) -> None:
-        """Count the round for or against drafting; `spent`: seconds that it took."""
+    def _judge(self, turn: Turn, size: RoundSize, accepted: int) -> None:
+        """Count the round for or against drafting."""
         prospect, situation, batch = turn.prospect, turn.situation, size.sequences
-        known = self.knowledge.cost
-        cost = known.seconds(size) / turn.plain
+        cost = self.knowledge.cost.seconds(size) / turn.plain
         # What was expected scatters less, what came has no bias.
         speedup = (batch + 0.5 * (accepted + sum(turn.expected))) / (batch * cost)
         if turn.kind == "draft":
             prospect.pay(cost, (1.0 - speedup) * cost)
             self._forecaster.hurry(2 if situation.trials < 4 * TRIALS else 0)
         else:
-            took = spent / (turn.plain * known.pace) if turn.tries else cost  # what is rare finds caches cold
-            prospect.pay(cost, max(cost, min(took, _DEARER * cost)) - 1.0 - accepted / batch)
+            prospect.pay(cost, cost - 1.0 - accepted / batch)
             self._forecaster.hurry()
         if turn.tries:
             self._end_probe(turn, accepted, cost)

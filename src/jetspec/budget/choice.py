@@ -102,8 +102,9 @@ def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
     base = cost.build.at(0) + cost.verify.at(batch)
 
     def loss(count: int, nodes: int) -> float:
-        spent = cost.draft.at(count) + cost.build.at(count * grown)
-        return (spent + cost.verify.at_most(batch + count * nodes) - base) / turn.plain
+        rows = count * nodes
+        spent = cost.draft.at(count) + cost.build.at(count * grown) + cost.further(rows, turn.contexts)
+        return (spent + cost.verify.at_most(batch + rows) - base) / turn.plain
 
     count = 1
     while count < most and loss(count + 1, nodes) <= 0.5 * prospect.credit:
@@ -114,6 +115,7 @@ def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
         prospect.save(loss(count, nodes))
         turn.kind = "plain"
         return
+    prospect.saved()
     for n in order[:count]:
         turn.drafts[n] = True
         turn.least += nodes
@@ -126,7 +128,7 @@ def _hopeful(turn: Turn, cost: CostModel) -> bool:
         gain += _BETTER * turn.prospect.trust * own
         rows = batch * nodes
         seconds = cost.draft.at(batch) + cost.build.at(rows) - cost.build.at(0)
-        seconds += cost.verify.at(batch + rows) - cost.verify.at(batch)
+        seconds += cost.verify.at(batch + rows) - cost.verify.at(batch) + cost.further(rows, turn.contexts)
         if gain * turn.plain >= seconds:
             return True
     return False

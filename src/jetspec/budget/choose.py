@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ def make_budget(option: BudgetOption, target: Target, drafter: Drafter, grow: Gr
     return option
 
 
+_one_at_a_time = threading.RLock()  # two that measure at once disturb each other, and would learn apart
 # Per drafter, then per machine state (threads, builder, ...).
 _known: weakref.WeakKeyDictionary[Drafter, dict[str, Knowledge | None]] = weakref.WeakKeyDictionary()
 
@@ -56,10 +58,11 @@ def knowledge_of(target: Target, drafter: Drafter, grow: Grow) -> Knowledge | No
     which is said once on standard error.
     """
     file = CostFile(cost_facts(target, drafter, grow))
-    found = _known.setdefault(drafter, {})
-    if file.key not in found:
-        found[file.key] = _first_knowledge(file, target, drafter, grow)
-    return found[file.key]
+    with _one_at_a_time:
+        found = _known.setdefault(drafter, {})
+        if file.key not in found:
+            found[file.key] = _first_knowledge(file, target, drafter, grow)
+        return found[file.key]
 
 
 def _first_knowledge(file: CostFile, target: Target, drafter: Drafter, grow: Grow) -> Knowledge | None:

@@ -32,7 +32,7 @@ _KEEP_SECONDS = 60.0
 
 class Knowledge:
     """What a policy knows and learns, shared by all engines of one target and drafter, which may run in
-    threads of their own: what adds to a collection, or goes through one, is done by one thread at a time.
+    threads of their own: a policy holds `lock` while it thinks.
 
     Args:
         measured: costs, as measured or read from the cache.
@@ -71,7 +71,7 @@ class Knowledge:
         self._measured_again = 0
         self._spent = 0.0  # seconds of rounds since the last measurement
         self._kept_at = time.monotonic()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def prospect(self, sampled: bool) -> Prospect:
         """What drafting brings with one kind of sampling."""
@@ -87,17 +87,12 @@ class Knowledge:
 
     def bias(self, count: int) -> Bias:
         """Of batches of about so many sequences."""
-        with self._lock:
-            return self.biases.setdefault(count.bit_length(), Bias())
+        return self.biases.setdefault(count.bit_length(), Bias())
 
     def observe(self, tree: Tree, path: Many[int], sampled: bool) -> None:
         """The outcome of one verified tree. Without a calibration, maps are fitted as trees come in."""
         if tree.size == 1:
             return
-        with self._lock:
-            self._observe(tree, path, sampled)
-
-    def _observe(self, tree: Tree, path: Many[int], sampled: bool) -> None:
         self.correction.record(self.calibration, tree, path, sampled)
         if self._samples is None:
             return
@@ -118,10 +113,6 @@ class Knowledge:
 
     def learn(self, size: RoundSize, spent: Spent) -> None:
         """Refine the costs by a round; measure them again, or keep them, if it is time to."""
-        with self._lock:
-            self._learn(size, spent)
-
-    def _learn(self, size: RoundSize, spent: Spent) -> None:
         self.cost.learn(size, spent)
         self._spent += sum(spent)
         if self.noisy or self.odd > _ODD:
@@ -143,7 +134,7 @@ class Knowledge:
         """Write the costs to the cache, unless the machine was too busy for them to be good. What no longer
         describes the machine is removed from there.
         """
-        with self._lock:
+        with self.lock:
             self._keep()
 
     def _keep(self) -> None:

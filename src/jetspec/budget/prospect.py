@@ -137,6 +137,10 @@ class Prospect:
         """The cheapest try may lose so much: let the credit grow until it covers that."""
         self._most_credit = max(MOST_CREDIT, 1.01 * loss)
 
+    def saved(self) -> None:
+        """What was saved for is being tried."""
+        self._most_credit = MOST_CREDIT
+
     @property
     def due(self) -> bool:
         """Whether it is time for a probe."""
@@ -162,7 +166,7 @@ class Prospect:
     def probed(self, paid: bool) -> None:
         """Whether a probe paid. If so the next may follow at once."""
         if paid:
-            self._waited = int(self._interval)
+            self._waited = math.ceil(self._interval)
         else:
             self._interval = min(_LONGEST, self._interval * _GROWTH)
             self._waited = 0
