@@ -62,7 +62,8 @@ def decode_round(
 
     `walker` takes the place of the walk along the target's own picks for requests above temperature 0, for
     methods whose published rule is another one; the text is then not that of plain decoding. Trees that it
-    verifies are not cut: a rule that draws what it drafts must not be shortened by what was drawn.
+    verifies are neither cut nor ended by the budget's floor: a rule that draws what it drafts must not be
+    shortened by what was drawn.
 
     Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the
     drafter observed, because the root is not cached yet.
@@ -74,13 +75,13 @@ def decode_round(
         proposals = _propose(sequences, limits, drafter, depth)
     with stats.phase("build"):
         floor: float = getattr(budget, "floor", -math.inf)
-        grown = [_grow(s, p, n, floor, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
-        trees = budget.cut(sequences, grown)
-        if walker is not None:
-            trees = [
-                cut if s.sampling.greedy else tree
-                for s, cut, tree in zip(sequences, trees, grown, strict=True)
-            ]
+        drawn = [walker is not None and not s.sampling.greedy for s in sequences]
+        grown = [
+            _grow(s, p, n, -math.inf if whole else floor, grow)
+            for s, p, n, whole in zip(sequences, proposals, limits, drawn, strict=True)
+        ]
+        cut = budget.cut(sequences, grown)
+        trees = [tree if whole else less for tree, less, whole in zip(grown, cut, drawn, strict=True)]
         plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
     with stats.phase("verify"):
         output = target.forward(plan, cache, drafter.taps, drafter.needs_hidden)
