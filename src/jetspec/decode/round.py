@@ -44,6 +44,8 @@ class Outcome(NamedTuple):
         stats.record(self.tree.budget, self.tree.depth, self.accepted, len(self.emissions))
 
 
+_VIEW_SHARE = 16  # rows of a forward for each one observed, up to which a view is handed on
+
 # From a tree and the logits [n, V] of its rows to the accepted path and the token after it.
 Walker: TypeAlias = Callable[[Sequence, Tree, Tensor], tuple[list[int], int]]
 
@@ -103,7 +105,7 @@ def decode_round(
         for s, tree, segment, (path, bonus) in zip(sequences, trees, plan.segments, walks, strict=True):
             cache.keep(s.id, path)
             rows = [segment.start + node for node in path]
-            drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
+            drafter.observe(s.id, observed(output.taps, rows), observed(output.hidden, rows))
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
             outcomes.append(Outcome(s, tree, path, emissions))
             outcomes[-1].count_in(stats)
@@ -116,13 +118,19 @@ def decode_round(
     return outcomes
 
 
-def _rows(values: Tensor | None, rows: list[int]) -> Tensor | None:
-    """The rows of a path; a view where they are contiguous, which is the common case."""
+def observed(values: Tensor | None, rows: Many[int]) -> Tensor | None:
+    """What a drafter is given of a forward's values [M, ...]: the ascending `rows` of one sequence, as a view
+    where they are contiguous and not few among many.
+    """
     if values is None:
         return None
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return values[rows[0] : rows[-1] + 1]
-    return values[rows]
+    if rows[-1] - rows[0] != len(rows) - 1:
+        return values[list(rows)]
+    found = values[rows[0] : rows[-1] + 1]
+    # A head keeps what it observes until it drafts again, in a large batch for hundreds of rounds. A view
+    # keeps all rows of its forward in memory, those of other requests and of rejected nodes as well. In a
+    # small forward that costs less than a copy of each request's rows in each round.
+    return found.clone() if values.shape[0] > _VIEW_SHARE * len(rows) else found
 
 
 def _propose(
