@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,8 +265,7 @@ def _differences(
     found: list[dict[str, Any]] = []
     while (first := find_divergence(target, ids, plain, other, sampling)) is not None:
         place = first.place
-        # JSON has no infinity: it stands where one output has ended.
-        found.append({**first._asdict(), "lag": None if math.isinf(first.lag) else first.lag})
+        found.append(first.as_dict())
         if not first.tie:
             break
         plain = other[: place + 1]

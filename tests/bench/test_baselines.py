@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,30 @@ def test_they_decode_the_same_text(target: Target, tiny_folder: Path, name: str,
     if name == "hf-assisted":  # the target assists itself, so its drafts are accepted
         assert theirs.rounds[0] <= theirs.tokens[0] / 2
     assert not outside.running
+
+
+@pytest.mark.parametrize("name", ["hf-generate", "hf-lookup", "hf-assisted"])
+def test_they_are_greedy_whatever_the_model_suggests(
+    target: Target, tiny_folder: Path, tmp_path: Path, name: str
+) -> None:
+    """Guards the comparison with models whose generation_config.json has penalties, as Qwen2.5's has:
+    `generate` applied them to greedy text too, which then was another one than plain decoding's."""
+    folder = changed_model(tiny_folder, tmp_path / "model")
+    ids, limits = [5, 17, 9, 5, 17, 9, 5, 17], Limits(max_tokens=12, ignore_eos=True)
+    plain = EngineRunner(make_engine(target, METHODS[PLAIN], 0, Heads(target), 1))
+    ((_, (expected,)),) = take_turns([plain], [ids], Sampling(), limits)
+    suggested = {
+        "repetition_penalty": 2.0,
+        "no_repeat_ngram_size": 1,
+        "suppress_tokens": [expected[0]],
+        "bad_words_ids": [[expected[1]]],
+        "do_sample": True,
+        "top_k": 5,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(suggested), "utf-8")
+    outside = LibraryRunner(Library(target, str(folder), str(folder)), name)
+    ((_, (answer,)),) = take_turns([outside], [ids], Sampling(), limits)
+    assert answer == expected
 
 
 def test_an_answer_ends_at_its_end(

@@ -45,6 +45,23 @@ def test_misses_and_differences_are_said() -> None:
     assert findings(summarise(items(3, 2.0)), {}) == []
 
 
+def test_an_undecided_baseline_is_not_called_faster() -> None:
+    """Guards the line about transformers' own decoding: it was said to be faster wherever the interval only
+    reached above 1."""
+    for seconds, line in (
+        ([4.0, 4.0, 7.0, 7.0], "Miss: plain decoding on gsm8k is not told apart from hf-generate: "),
+        ([4.0, 4.0, 4.0, 4.0], "Miss: plain decoding on gsm8k is slower than hf-generate: "),
+    ):
+        records = items(4, 2.0)
+        for record, time in zip(records, seconds, strict=True):
+            record["methods"].append(method("hf-generate", 0, time, [50], [50]))
+        assert [text[: len(line)] for text in findings(summarise(records), {})] == [line]
+    records = items(4, 2.0)
+    for record in records:
+        record["methods"].append(method("hf-generate", 0, 9.0, [50], [50]))
+    assert findings(summarise(records), {}) == []
+
+
 def test_all_tables_of_all_cases() -> None:
     """Guards the list: main, details, split and both kinds of acceptance, for each temperature and batch."""
     tree = method("jetspec-tree", 8, 1.0, [20], [10], by_depth=[[10, 6], [8, 4]])

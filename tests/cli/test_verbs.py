@@ -14,8 +14,11 @@ import jetspec as package
 from jetspec.cli import checks, options
 from jetspec.cli.app import app, command, verbs
 from jetspec.cli.demo import PROMPTS
+from jetspec.draft.stubs import Decoy
+from jetspec.sequence import Limits
 from jetspec.target.cache import KVCache
 from jetspec.target.default_model import DEFAULT_MODEL
+from jetspec.target.loading import load_target
 from jetspec.target.target import Target
 from tests.helpers import jetspec, tiny_folder
 
@@ -122,6 +125,16 @@ def test_doctor_passes_a_sound_model(tiny_folder: Path) -> None:
     assert values["comparisons"] == 3 * len(runs)
     assert values["reference"]["agree"] and values["reference"]["same_best"] == values["reference"]["rows"]
     assert values["model"]["layers"] == 3 and values["head"] is None
+
+
+def test_doctors_acceptance_by_depth_is_of_all_rounds(tiny_folder: Path) -> None:
+    """Guards the word, which has one sense (docs/definitions.md): the shares were of the rounds that drafted
+    so deep, so that they did not add up to tau."""
+    target = load_target(str(tiny_folder))
+    limits = Limits(max_tokens=11, ignore_eos=True)
+    facts = checks.head_facts(target, Decoy(target, depth=4, width=2), [[5, 17, 9], [8, 3]], limits)
+    assert facts["tau"] > 1.2
+    assert facts["tau"] == pytest.approx(1.0 + sum(facts["accepted_by_depth"]))
 
 
 def test_doctor_says_each_check_as_it_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

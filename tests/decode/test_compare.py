@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from jetspec.cli.report import divergence_values
 from jetspec.decode.compare import find_divergence, in_turns, plain_scores, top_two_gap
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Random
@@ -69,6 +71,19 @@ def test_a_tie_needs_both_tokens_near_the_best(target: Target, monkeypatch: pyte
         third = find_divergence(target, PROMPT, [9], [11], Sampling())
         assert third is not None and not third.tie
         assert (first.lag, third.lag) == (pytest.approx(5.0 - low, abs=1e-5), pytest.approx(0.5))
+
+
+def test_json_has_no_infinity(target: Target) -> None:
+    """Guards `--compare --json` and `doctor --json`, which an infinite lag (one output has ended) broke, and
+    the infinite gap where one candidate is left."""
+    only = Sampling(temperature=1.0, top_k=1)
+    for other, sampling, infinite in (([9], Sampling(), {"lag"}), ([9], only, {"gap", "lag"})):
+        first = find_divergence(target, PROMPT, [9, 10], other, sampling)
+        values = divergence_values(first)
+        assert first is not None and values is not None
+        assert json.loads(json.dumps(values, allow_nan=False)) == values
+        assert {name for name in ("gap", "lag", "place") if values[name] is None} == infinite
+        assert (values["place"], values["plain"], values["tie"]) == (1, 10, False)
 
 
 def test_sampled_gaps_include_the_noise(target: Target) -> None:

@@ -6,6 +6,7 @@ All of it on stub drafters in float64; see `test_lossless.py` for why.
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Decoy, Echo, Random
@@ -13,7 +14,17 @@ from jetspec.errors import OptionError, PromptError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.tree import GROW
-from tests.decode.tiny import LENGTH, PROMPTS, SAMPLINGS, VOCAB, plain, shared_target, steps, tiny_target
+from tests.decode.tiny import (
+    LENGTH,
+    PROMPTS,
+    SAMPLINGS,
+    VOCAB,
+    Recorder,
+    plain,
+    shared_target,
+    steps,
+    tiny_target,
+)
 
 
 @pytest.mark.parametrize("stub", ["echo", "decoy"])
@@ -104,6 +115,28 @@ def test_stop_strings_end_text_and_ids_at_the_same_point() -> None:
                 assert sequence.text == expected.text == whole[: whole.index(stop)]
                 assert sequence.finished == expected.finished == "stop"
                 assert engine.cache.bytes == 0 and drafter.cache.bytes == 0
+
+
+def test_a_request_without_memory_still_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards admission when the cache has no memory left (CUDA): the request vanished, in no group, never
+    finished, and `abort` ignored it."""
+    engine = Engine(shared_target(), budget=0)
+    first, second = (engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH)) for _ in range(2))
+
+    def full(key: int, capacity: int) -> None:
+        raise MemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "add", full)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert engine.busy
+    engine.abort(second)
+    assert second.finished == "abort"
+    for _ in engine.run([first]):
+        pass
+    assert tuple(first.emitted) == plain(tuple(PROMPTS[0]), "greedy")
+    assert engine.cache.bytes == 0
 
 
 @pytest.mark.parametrize("grow", GROW)
@@ -220,6 +253,36 @@ def test_stats_agree_with_what_happened() -> None:
         assert drafted == sum(o.tree.depth > level for o in outcomes)
         assert kept == sum(a > level for a in accepted)
     assert all(seconds > 0 for seconds in stats.seconds.values())
+
+
+@pytest.mark.parametrize("batch", [16, 40])
+def test_observed_rows_do_not_hold_those_of_others(batch: int) -> None:
+    """Guards memory: heads keep what they observe for hundreds of rounds, and one request's view kept every
+    row of its large forwards, batch mates and rejected nodes included. In a small forward views stay: a copy
+    per request and round would cost more than it frees."""
+    held: list[float] = []  # rows kept in memory for each one observed
+
+    class Keeper(Recorder):
+        def observe(self, key: int, taps: Tensor | None, hidden: Tensor | None) -> None:
+            for rows in (taps, hidden):
+                assert rows is not None
+                held.append(rows.untyped_storage().nbytes() / (rows.numel() * rows.element_size()))
+            super().observe(key, taps, hidden)
+
+    limits = Limits(max_tokens=3)
+    plainly = Engine(shared_target(), Keeper(Decoy(shared_target())), budget=0)
+    plainly.generate([[token] for token in range(batch)], limits=limits)
+    assert set(held) == {16.0 if batch == 16 else 1.0}
+    held.clear()
+    tree = Engine(shared_target(), Keeper(Random(seed=1, vocab=VOCAB, depth=4, width=30)), budget=batch)
+    tree.generate([[n, 5] for n in range(3)], limits=limits)
+    assert held and max(held) <= 16.0
+    held.clear()
+    prefilled = Engine(shared_target(), Keeper(Decoy(shared_target())), budget=0)
+    for n in range(batch):
+        prefilled.add([n, 5], limits=limits)
+    prefilled.prefill()
+    assert len(held) == 2 * batch and max(held) <= 16.0
 
 
 def test_emissions_join_to_the_text() -> None:

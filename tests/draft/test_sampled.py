@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetspec.budget.fixed import FixedBudget
 from jetspec.decode.engine import Engine
 from jetspec.draft.sampled import SampledDrafter
 from jetspec.draft.stubs import Decoy, Off, Random
@@ -81,6 +82,26 @@ def test_first_tokens_have_the_targets_law(options: dict[str, float]) -> None:
     for place, law in enumerate((first, second)):
         counts = torch.bincount(torch.tensor([s.emitted[place] for s in sequences]), minlength=VOCAB)
         assert_fits(counts.double(), law * count)
+
+
+class Floored(FixedBudget):
+    """Has no use for any but the most probable paths, as a measured budget after its first rounds."""
+
+    floor = -0.1
+
+
+def test_a_budgets_floor_does_not_shorten_what_was_drawn() -> None:
+    """Guards the law: a chain ended at a token that was drawn although it is improbable, so that the token
+    could only come from the bonus. A greedy request, whose tokens nobody draws, may be shortened."""
+    made = engine(SampledDrafter(Random(seed=1, vocab=VOCAB, depth=4), 4))
+    made.budget = Floored(4)
+    limits = Limits(max_tokens=12)
+    drawn, greedy = (made.add(PROMPTS[0], Sampling(temperature=t, seed=1), limits) for t in (1.0, 0.0))
+    depths: dict[int, list[int]] = {drawn.id: [], greedy.id: []}
+    for outcome in made.run([drawn, greedy]):
+        depths[outcome.sequence.id].append(outcome.tree.depth)
+    assert depths[drawn.id][:3] == [4, 4, 4]
+    assert max(depths[greedy.id]) < 4
 
 
 def law_after(prefixes: list[list[int]], settings: dict[str, float]) -> torch.Tensor:

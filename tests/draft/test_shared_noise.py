@@ -22,7 +22,7 @@ from jetspec.draft.jetspec import BlockDrafter, make_scorer
 from jetspec.draft.loading import load_drafter
 from jetspec.draft.path_scorer import Marginals
 from jetspec.draft.sampled import SampledDrafter
-from jetspec.draft.shared_noise import NoiseWeights, SharedNoise, request_terms, unshared
+from jetspec.draft.shared_noise import NoiseWeights, SharedNoise, request_terms
 from jetspec.errors import HeadError
 from jetspec.noise import gumbel_noise
 from jetspec.sampling import History, Sampling, pick_tokens, process_logits
@@ -374,20 +374,32 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
         assert (laws[0] == laws[1]) is not shared
 
 
-def test_rejection_sampling_keeps_the_heads_own_law() -> None:
+@pytest.mark.parametrize("name", ["gated", "mtp"])
+def test_rejection_sampling_keeps_the_heads_own_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the published rule, whose coins know nothing of this noise: what its chains are sampled from is
-    the head's own law, and the drafter is as before afterwards."""
-    drafter: Any = made("gated")
+    the head's own law. The drafter's setting is the user's, for the other threads that draft with it: the
+    rule switched it off for the time of its call, for all of them, and two at once for ever."""
+    target = shared_target()
+    drafter: Any = made(name)
+    s = request([5, 3], Sampling(temperature=1.0, seed=2))
+    cache_ = target.new_cache()
+    cache_.add(s.id)
+    out = target.forward(chunk([(s.id, s.tokens[:-1])], cache_), cache_, drafter.taps, drafter.needs_hidden)
+    drafter.observe(s.id, out.taps, out.hidden)
+    settings, propose = list[bool](), drafter.propose
+
+    def watched(*given: Any, **named: Any) -> list[Proposal]:
+        settings.append(drafter.shared_noise)
+        return propose(*given, **named)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(drafter, "propose", watched)
     sampled = SampledDrafter(drafter, 2)
-    s = request([5], Sampling(temperature=1.0, seed=2))
     sampled.propose([s])
-    ids, chances = sampled._laws[0][0]
-    assert drafter.shared_noise
-    with unshared(drafter):
-        (own,) = drafter.propose([s])
+    assert settings == [True]
+    ids, chances = sampled._laws[s.id][0]
+    monkeypatch.setattr(drafter, "shared_noise", False)
+    (own,) = drafter.propose([s])
     bare = children(own, own.root_state)
     wanted = torch.tensor([bare[v] for v in ids], dtype=torch.float64).softmax(-1)
     torch.testing.assert_close(chances, wanted)
-    with pytest.raises(KeyError), unshared(drafter):
-        raise KeyError
-    assert drafter.shared_noise
+    drafter.free(s.id)

@@ -50,8 +50,14 @@ class Library:
             )
 
     def model(self) -> Any:
-        """The target."""
-        return self._load(self._name)
+        """The target, for plain greedy decoding: `generate` would fill what it is not told from the model's
+        generation_config.json, penalties and beams included, whichever configuration is handed to it.
+        """
+        from transformers import GenerationConfig
+
+        loaded = self._load(self._name)
+        loaded.generation_config = GenerationConfig()
+        return loaded
 
     def options(self, name: str) -> dict[str, Any]:
         """What method `name` hands to `generate`. Raises OptionError if it needs an assistant that is not

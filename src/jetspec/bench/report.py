@@ -37,7 +37,8 @@ _WORDS = (
     ("interval", "95 %, from 10,000 bootstrap draws of prompts. It covers which prompts were drawn, not what"
      " else the machine did; methods take turns round by round so that disturbances hit all alike."),
     ("budget", "drafted nodes per round, root excluded. JetSpec's and EAGLE's papers count the root."),
-    ("acceptance by depth", "S_k, the share of all rounds that accepted depth k, and a_k = S_k / S_(k-1)."),
+    ("acceptance by depth", "S_d, the share of all rounds that accepted depth d; conditional acceptance is"
+     " a_d = S_d / S_(d-1)."),
     ("identical", "the token ids are those of plain decoding. A tie is a difference where rounding decides"
      " between the target's two best scores."),
     ("clock", "each round of our engine: draft, build, verify (with picking tokens), commit (with text), and"

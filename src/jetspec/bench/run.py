@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -301,16 +300,8 @@ class Bench:
         found: list[dict[str, Any] | None] = []
         for ids, expected, answer in zip(item.prompts, plain, other, strict=True):
             first = find_divergence(self.target, ids, expected, answer, item.sampling)
-            if first is None:
-                found.append(None)
-            else:  # JSON has no infinity: it stands where one answer has ended
-                finite = {"gap": _finite(first.gap), "lag": _finite(first.lag)}
-                found.append({**first._asdict(), **finite})
+            found.append(None if first is None else first.as_dict())
         return found
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 __all__ = ["Bench", "Item", "Measured", "Settings", "place_of", "plan"]

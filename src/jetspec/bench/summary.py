@@ -69,8 +69,9 @@ class Row:
     tau_response   mean over answers of each answer's tau, with its interval
     whole          speedup when prefill is counted too
     per_second     emitted tokens per second, prefill left out
-    survival       S_k: share of rounds that accepted depth k, k from 1 on; tau is about 1 + their sum
-    conditional    a_k = S_k / S_(k-1), with S_0 = 1
+    survival       acceptance by depth, S_d: share of all rounds that accepted depth d, from 1 on; tau is
+                   about 1 + their sum
+    conditional    conditional acceptance, a_d = S_d / S_(d-1), with S_0 = 1
     nodes_per_token drafted nodes verified per emitted token
     round_ms       mean milliseconds of a step (one target forward) per phase; round_ms_median: medians
     same, ties     answers with plain decoding's token ids; answers whose first difference is a numeric tie

@@ -249,9 +249,10 @@ def findings(rows: Many[Row], skipped: dict[str, str]) -> list[str]:
             )
     lines += _misses([row for row in rows if not row.outside])
     lines += [
-        f"Miss: plain decoding on {row.where} is slower than {row.name}: {_interval(row.speedup)}"
+        f"Miss: plain decoding on {row.where} is {what} {row.name}: {_interval(row.speedup)}"
         for row in rows
         if row.method == OUTSIDE_PLAIN and row.speedup.high > 1.0
+        for what in ["slower than" if row.speedup.low > 1.0 else "not told apart from"]
     ]
     lines += [f"Not measured: {name} ({reason})" for name, reason in skipped.items()]
     return lines

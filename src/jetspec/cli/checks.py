@@ -153,7 +153,7 @@ def head_facts(target: Target, drafter: Drafter, prompts: list[list[int]], limit
     """What a head reads, and how often it is right on the built-in prompts, greedily.
 
     first_slot: share of rounds whose most probable first token is the target's; tau: with best-first trees of
-    16 nodes.
+    16 nodes; accepted_by_depth: share of all its rounds that accepted each depth.
     """
     chain = Engine(target, drafter, budget=1, grow="chain")
     chain.generate(prompts, None, limits)
@@ -167,7 +167,7 @@ def head_facts(target: Target, drafter: Drafter, prompts: list[list[int]], limit
         "tap_width": len(drafter.taps) * target.config.hidden_size,
         "first_slot": right / drafted if drafted else 0.0,
         "tau": tree.stats.tau,
-        "accepted_by_depth": [kept / rounds for rounds, kept in tree.stats.by_depth],
+        "accepted_by_depth": [kept / tree.stats.rounds for _, kept in tree.stats.by_depth],
     }
 
 

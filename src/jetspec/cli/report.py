@@ -95,10 +95,8 @@ def result_values(result: Result) -> dict[str, Any]:
 
 
 def divergence_values(first: Divergence | None) -> dict[str, Any] | None:
-    """A divergence for JSON, which has no infinity."""
-    if first is None:
-        return None
-    return {**first._asdict(), "gap": first.gap if math.isfinite(first.gap) else None}
+    """A divergence for JSON."""
+    return None if first is None else first.as_dict()
 
 
 def comparison_values(comparison: Comparison) -> dict[str, Any]:

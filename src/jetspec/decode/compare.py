@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class Divergence(NamedTuple):
     gap: float  # top-two gap of plain decoding's scores there
     lag: float  # how far the worse of the two tokens lies below the best score; infinite where one has ended
     tie: bool  # whether both tokens score so close to the best that rounding decides
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: None stands for it."""
+        return {
+            name: None if isinstance(value, float) and math.isinf(value) else value
+            for name, value in self._asdict().items()
+        }
 
 
 def in_turns(

@@ -15,7 +15,7 @@ from operator import index
 
 from jetspec.budget.base import Budget
 from jetspec.budget.choose import AUTO, BudgetOption, make_budget
-from jetspec.decode.round import Outcome, Walker, decode_round
+from jetspec.decode.round import Outcome, Walker, decode_round, observed
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
@@ -162,9 +162,10 @@ class Engine:
 
     def _admit(self) -> None:
         while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
-            sequence = self._waiting.popleft()
+            sequence = self._waiting[0]
+            # Before it leaves the queue: where no memory is left for it, it still waits and can be aborted.
             self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
-            self._prefilling.append(sequence)
+            self._prefilling.append(self._waiting.popleft())
 
     def _prefill(self) -> None:
         """Cache the next piece of the waiting prompts, first come first served, a limited number of tokens
@@ -187,12 +188,10 @@ class Engine:
                 plan = chunk(parts, self.cache)
                 output = self.target.forward(plan, self.cache, self.drafter.taps, self.drafter.needs_hidden)
                 for segment in plan.segments:
-                    rows = slice(segment.start, segment.start + segment.count)
+                    rows = range(segment.start, segment.start + segment.count)
                     self.cache.keep(segment.key, range(segment.count))
                     self.drafter.observe(
-                        segment.key,
-                        None if output.taps is None else output.taps[rows],
-                        None if output.hidden is None else output.hidden[rows],
+                        segment.key, observed(output.taps, rows), observed(output.hidden, rows)
                     )
         ready = [s for s in self._prefilling if self.cache.length(s.id) == s.prompt_len - 1]
         self._prefilling = [s for s in self._prefilling if s not in ready]

@@ -44,6 +44,8 @@ class Outcome(NamedTuple):
         stats.record(self.tree.budget, self.tree.depth, self.accepted, len(self.emissions))
 
 
+_VIEW_SHARE = 16  # rows of a forward for each one observed, up to which a view is handed on
+
 # From a tree and the logits [n, V] of its rows to the accepted path and the token after it.
 Walker: TypeAlias = Callable[[Sequence, Tree, Tensor], tuple[list[int], int]]
 
@@ -62,7 +64,8 @@ def decode_round(
 
     `walker` takes the place of the walk along the target's own picks for requests above temperature 0, for
     methods whose published rule is another one; the text is then not that of plain decoding. Trees that it
-    verifies are not cut: a rule that draws what it drafts must not be shortened by what was drawn.
+    verifies are neither cut nor ended by the budget's floor: a rule that draws what it drafts must not be
+    shortened by what was drawn.
 
     Invariant before and after, for unfinished sequences: cache.length(s) == len(s.tokens) - 1 == rows the
     drafter observed, because the root is not cached yet.
@@ -74,13 +77,13 @@ def decode_round(
         proposals = _propose(sequences, limits, drafter, depth)
     with stats.phase("build"):
         floor: float = getattr(budget, "floor", -math.inf)
-        grown = [_grow(s, p, n, floor, grow) for s, p, n in zip(sequences, proposals, limits, strict=True)]
-        trees = budget.cut(sequences, grown)
-        if walker is not None:
-            trees = [
-                cut if s.sampling.greedy else tree
-                for s, cut, tree in zip(sequences, trees, grown, strict=True)
-            ]
+        drawn = [walker is not None and not s.sampling.greedy for s in sequences]
+        grown = [
+            _grow(s, p, n, -math.inf if whole else floor, grow)
+            for s, p, n, whole in zip(sequences, proposals, limits, drawn, strict=True)
+        ]
+        cut = budget.cut(sequences, grown)
+        trees = [tree if whole else less for tree, less, whole in zip(grown, cut, drawn, strict=True)]
         plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
     with stats.phase("verify"):
         output = target.forward(plan, cache, drafter.taps, drafter.needs_hidden)
@@ -102,7 +105,7 @@ def decode_round(
         for s, tree, segment, (path, bonus) in zip(sequences, trees, plan.segments, walks, strict=True):
             cache.keep(s.id, path)
             rows = [segment.start + node for node in path]
-            drafter.observe(s.id, _rows(output.taps, rows), _rows(output.hidden, rows))
+            drafter.observe(s.id, observed(output.taps, rows), observed(output.hidden, rows))
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
             outcomes.append(Outcome(s, tree, path, emissions))
             outcomes[-1].count_in(stats)
@@ -115,13 +118,19 @@ def decode_round(
     return outcomes
 
 
-def _rows(values: Tensor | None, rows: list[int]) -> Tensor | None:
-    """The rows of a path; a view where they are contiguous, which is the common case."""
+def observed(values: Tensor | None, rows: Many[int]) -> Tensor | None:
+    """What a drafter is given of a forward's values [M, ...]: the ascending `rows` of one sequence, as a view
+    where they are contiguous and not few among many.
+    """
     if values is None:
         return None
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return values[rows[0] : rows[-1] + 1]
-    return values[rows]
+    if rows[-1] - rows[0] != len(rows) - 1:
+        return values[list(rows)]
+    found = values[rows[0] : rows[-1] + 1]
+    # A head keeps what it observes until it drafts again, in a large batch for hundreds of rounds. A view
+    # keeps all rows of its forward in memory, those of other requests and of rejected nodes as well. In a
+    # small forward that costs less than a copy of each request's rows in each round.
+    return found.clone() if values.shape[0] > _VIEW_SHARE * len(rows) else found
 
 
 def _propose(

@@ -43,7 +43,8 @@ class Drafter(Protocol):
         observed.
 
         A drafter that also has a number `whole_depth` takes a second argument, the depth down to which is
-        drafted, and needs less time for less of it.
+        drafted, and needs less time for less of it. One that has a `shared_noise`, whether it looks at the
+        target's noise, takes a keyword `shared`: False keeps it from looking in this call.
         """
         ...
 

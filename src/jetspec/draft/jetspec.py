@@ -79,16 +79,20 @@ class BlockDrafter:
         """
         return self.head.config.depth if self.head.config.causal else None
 
-    def propose(self, sequences: Many[Sequence], depth: int | None = None) -> list[Proposal]:
+    def propose(
+        self, sequences: Many[Sequence], depth: int | None = None, *, shared: bool = True
+    ) -> list[Proposal]:
         """One forward for the batch; one proposal per sequence, down to `depth` at most where there is a
         `whole_depth`: the same as that part of a whole one, for less time.
+
+        shared: False leaves the noise out of this call, for rules that need the head's own law.
         """
         if self.whole_depth is None:
             depth = None
         roots = [s.root for s in sequences]
         hidden, logits = self.backbone.forward([s.id for s in sequences], roots, depth)
         start = time.perf_counter()
-        draws = self.noise.draws(sequences, depth) if self.shared_noise else None
+        draws = self.noise.draws(sequences, depth) if shared and self.shared_noise else None
         proposals = self.scorer.proposals(hidden, logits, roots, draws)
         self.scorer_seconds += time.perf_counter() - start
         return proposals

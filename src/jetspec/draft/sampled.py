@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from jetspec.draft.base import Drafter
-from jetspec.draft.shared_noise import unshared
 from jetspec.sampling import History, process_logits
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
@@ -56,7 +55,9 @@ class SampledDrafter:
 
     def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
         """One sampled path per sequence."""
-        with unshared(self._inner):  # the rule's own coins know nothing of the target's noise
+        if hasattr(self._inner, "shared_noise"):  # the rule's own coins know nothing of the target's noise
+            proposals = self._inner.propose(sequences, shared=False)  # type: ignore[call-arg]
+        else:
             proposals = self._inner.propose(sequences)
         return [self._sample(s, proposal) for s, proposal in zip(sequences, proposals, strict=True)]
 

@@ -133,9 +133,9 @@ class SequentialDrafter:
             self.cache.free(key)
 
     @torch.inference_mode()
-    def propose(self, sequences: Many[Sequence]) -> list[Proposal]:
+    def propose(self, sequences: Many[Sequence], *, shared: bool = True) -> list[Proposal]:
         """One packed forward over the newly committed rows of all sequences gives the roots' children;
-        deeper levels are drafted as the builders ask for them.
+        deeper levels are drafted as the builders ask for them. `shared` as in `BlockDrafter`.
 
         A prompt of one token has no row yet, and nothing is drafted in its first round.
         """
@@ -148,7 +148,7 @@ class SequentialDrafter:
         self._catch_up(able)
         states = torch.stack([self._last[s.id] for s in able])  # [B, H]
         logits = self.network.logits(0, states)  # [B, Vd]
-        draws = self.noise.draws(able) if self.shared_noise else None
+        draws = self.noise.draws(able) if shared and self.shared_noise else None
         if draws is not None:
             logits = draws.below([0]).score(logits.unsqueeze(1)).squeeze(1)
         children = ranked_children(logits, self.network.vocab, self.candidates)

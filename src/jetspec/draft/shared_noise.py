@@ -27,9 +27,8 @@ The text cannot depend on any of this: whatever was drafted, the emitted token i
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetspec.draft.base import Drafter
 from jetspec.errors import HeadError
 from jetspec.noise import noise_of
 from jetspec.sequence import Sequence
@@ -119,20 +117,6 @@ def scaled(terms: Tensor, draws: Draws | None, first: int = 0) -> Tensor:
     if draws is None or draws.scale is None:
         return terms
     return terms * draws.scale[:, first:].view(*terms.shape[:2], *(1,) * (terms.ndim - 2)).to(terms.dtype)
-
-
-@contextlib.contextmanager
-def unshared(drafter: Drafter) -> Iterator[None]:
-    """While it lasts, a drafter looks at no noise: for rules that need its own law."""
-    before = getattr(drafter, "shared_noise", None)
-    if before is None:
-        yield
-        return
-    drafter.shared_noise = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        drafter.shared_noise = before  # type: ignore[attr-defined]
 
 
 class SharedNoise:
