@@ -66,3 +66,16 @@ def test_a_fault_writes_what_waits_and_frees_the_folder(tmp_path: Path) -> None:
     assert [found.prompt for path in shard_paths(tmp_path) for found in read_shard(path)] == [5]
     with AnswerFolder(tmp_path, TAPS, SETTINGS) as store:
         assert store.answers == [answer(5)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_answers_of_prompts_and_answers_of_text_do_not_mix(tmp_path: Path, order: int) -> None:
+    """Guards a folder made from prompts against `--from`, and the other way round: a key that only one of
+    them records counted as equal, so answers of both got the same numbers in one folder."""
+    begun, other = [{**SETTINGS, "prompts": "abc"}, {**SETTINGS, "from": "def"}][::order]
+    with AnswerFolder(tmp_path, TAPS, begun) as store:
+        store.add(answer(0), sample(0))
+    with pytest.raises(DataError, match=r"other settings \((from, prompts|prompts, from)\)"):
+        AnswerFolder(tmp_path, TAPS, other)
+    with AnswerFolder(tmp_path, TAPS, begun) as store:
+        assert store.answers == [answer(0)]

@@ -33,6 +33,7 @@ from jetspec.train.log import write_whole
 from jetspec.train.shard_check import check_shard
 
 SHARD_SAMPLES = 64
+_ORIGINS = ("taps", "endpoint", "from", "prompts")
 
 
 @dataclass
@@ -168,7 +169,8 @@ class AnswerFolder:
                 f"{path} cannot be read ({error}); use another folder or delete this one"
             ) from None
         different = [key for key in record if found.get(key, record[key]) != record[key]]
-        different += [key for key in ("taps", "endpoint") if (key in found) != (key in record)]
+        # What only some origins have; other keys may be missing in the folder of an older version.
+        different += [key for key in _ORIGINS if (key in found) != (key in record)]
         if different:
             raise DataError(
                 f"{self.folder} holds answers made with other settings ({', '.join(different)}); "
