@@ -168,6 +168,16 @@ def test_options_are_refused_before_any_work(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [("--exclude", "eval.txt"), ("--strict",), ("--limit", "3")])
+def test_options_about_prompts_need_prompts(
+    tmp_path: Path, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards `train --answers F --exclude E`, which trained on what E holds without a word."""
+    assert main(["train", "--model", "none", "--answers", str(tmp_path), *option]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"jetspec: error: {option[0]} chooses among prompts") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

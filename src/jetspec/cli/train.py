@@ -114,10 +114,21 @@ def train(
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
         check_limit(limit)
+        if answers and not prompts:
+            _refuse({"--exclude": bool(exclude), "--strict": strict, "--limit": limit is not None})
         source = _Source(prompts, answers, exclude or [], strict, limit, skip_broken, raw, yes)
         use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
         _run(settings, target, folder, source, processes, begin)
+
+
+def _refuse(given: dict[str, bool]) -> None:
+    """Raise OptionError for an option about prompts where there are answers alone."""
+    for name in (name for name, there in given.items() if there):
+        raise OptionError(
+            f"{name} chooses among prompts, but --answers without --prompts takes the answers as they are; "
+            f"leave it out, or make the answers anew with `jetspec answers {name} ..`"
+        )
 
 
 @dataclass(frozen=True)
