@@ -24,7 +24,7 @@ from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
 from jetspec.train.checkpoint import read_state
 from jetspec.train.features import shard_paths
 from jetspec.train.loop import LoopOptions
-from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
+from jetspec.train.pipeline import _products, folders_of_run, other_targets, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
 from jetspec.train.self_instruct import SelfCounts, SelfOptions
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
@@ -265,6 +265,23 @@ def test_a_run_that_goes_on_needs_its_answers(tmp_path: Path) -> None:
     (moved / "features-00001.safetensors").unlink()
     with pytest.raises(DataError, match=re.escape(f"{moved} holds 1 of the 2 shards")):
         folders_of_run(run, state, [a, moved])
+
+
+def test_answers_that_name_another_target_are_said(tmp_path: Path) -> None:
+    """Guards against the answers of another target of the same shape, which were taken without a word; a
+    folder and an id may be the same target."""
+    for name, made in ("a", "org/Tiny"), ("b", "org/other"), ("c", "else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "answers.json").write_text(json.dumps({"target": made}))
+    a, b, c = (tmp_path / name for name in "abc")
+    assert not other_targets("/models/tiny", [a, tmp_path / "none"])
+    (line,) = other_targets("/models/tiny", [a, b, c])
+    assert f"{b} and 1 more of the folders say that org/other made them" in line and "is /models/tiny" in line
+    tiny_answers(target := tiny_target(), tmp_path / "d")
+    (tmp_path / "d" / "answers.json").write_text(json.dumps({"target": "else"}))
+    said: list[str] = []
+    train_head(target, [tmp_path / "d"], tmp_path / "run", COLD, say=said.append)
+    assert len(said) == 1 and "else made them" in said[0]
 
 
 def test_an_older_run_keeps_what_it_holds_out(tmp_path: Path) -> None:

@@ -155,6 +155,9 @@ class _Source:
         """Folders of answers; they are made first unless some were given without prompts. Each of several
         processes answers a part of the prompts in a folder of its own.
         """
+        from jetspec.train.corpus import check_distinct
+
+        check_distinct(self.answers)
         if self.answers and not self.prompts:
             return self.answers
         first, *more = self.answers or [out / "answers"]

@@ -17,7 +17,7 @@ import torch
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.target import Target
 from jetspec.train.checkpoint import read_state
-from jetspec.train.corpus import Corpus
+from jetspec.train.corpus import Corpus, check_distinct, made_by
 from jetspec.train.distributed import ALONE, Processes
 from jetspec.train.families import find_family
 from jetspec.train.features import shard_paths
@@ -67,6 +67,8 @@ def train_head(
         folders_of_run(folder, state, answers), shards=state.get("shards"), hold_greedy=hold_greedy
     )
     corpus.check_ids(target.config.vocab_size)
+    for line in other_targets(target.name, answers):
+        say(line)
     taps = family.taps(target, settings.head)
     if taps is not None:
         corpus = corpus.with_taps(taps)
@@ -107,8 +109,10 @@ def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> li
 
     A folder may have moved: where its place is not found again, its name decides.
 
-    Raises DataError naming a folder that is missing, holds less than it did, or was not part of the run.
+    Raises DataError naming a folder that is missing, holds less than it did, was not part of the run, or is
+    given twice.
     """
+    check_distinct(given)
     left = list(given)
     if "folders" not in state:  # a new run, or one of a version that did not keep them
         return left
@@ -137,6 +141,22 @@ def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> li
             "folder"
         )
     return [taken[place] for place in recorded]
+
+
+def other_targets(name: str, folders: Many[Path]) -> list[str]:
+    """A line of warning if folders of answers name another target. Their ends are compared, because one target
+    may be a folder in one place and an id in the other.
+    """
+    made = [(folder, found) for folder in folders if (found := made_by(folder)) is not None]
+    others = [pair for pair in made if Path(pair[1]).name.lower() != Path(name).name.lower()]
+    if not others:
+        return []
+    folder, other = others[0]
+    more = f" and {len(others) - 1} more of the folders" if len(others) > 1 else ""
+    return [
+        f"warning: the answers in {folder}{more} say that {other} made them, but the target is {name}; "
+        "a head for it needs answers of its own"
+    ]
 
 
 def _is_folder(path: Path, recorded: Path, by_name: bool) -> bool:
