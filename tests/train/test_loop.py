@@ -219,6 +219,14 @@ def test_what_is_due_and_when_is_checked(options: dict[str, Any]) -> None:
         LoopOptions(**options)
 
 
+@pytest.mark.parametrize("options", [{"warmup_share": 3.0}, {"final_share": 10.0}])
+def test_shares_are_at_most_one(options: dict[str, Any]) -> None:
+    """Guards a rate that never reaches its peak, or rises to ten times of it: both were accepted."""
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name} must be a number from 0 to 1"):
+        LoopOptions(**options)
+
+
 def test_features_that_are_not_finite_are_named(target: Target, tmp_path: Path) -> None:
     """Guards the advice: with NaN in the features a lower learning rate does not help."""
     corpus = tiny_answers(target, tmp_path / "answers")

@@ -143,9 +143,10 @@ class AnswerFolder:
 
     def _flush(self) -> None:
         if self._waiting and self.taps is not None:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            # Emptied once the shard is there: what Ctrl-C interrupts is written again, under the same number.
             write_shard(self.folder, self._number, [sample for _, sample in waiting], self.taps)
-            self._number += 1
+            self._waiting, self._number = [], self._number + 1
             append_answers(self._text, [answer for answer, _ in waiting])
 
     def _check(self, record: dict[str, Any]) -> None:
