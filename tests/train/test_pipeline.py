@@ -145,6 +145,8 @@ def test_every_block_method_through_the_command_line(
         (("--set", "head.depth=3"), "unknown key 'depth'"),
         (("--optimizer", "sgd"), "adamw, muon"),
         (("--products", "int8"), "products 'int8' is unknown"),
+        (("--set", "head.confidence=true"), "head.confidence is true, but loss.confidence is 0"),
+        (("--set", "loss.confidence=0.5"), "loss.confidence is 0.5, but the head has no confidence head"),
         (("--block", "1"), "block_size must be at least 2"),
         (("--threads", "0"), "threads"),
         (("--threads", "99999999999"), "threads"),

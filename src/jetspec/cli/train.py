@@ -79,7 +79,7 @@ def train(
     from jetspec.target.loading import load_target
     from jetspec.train.distributed import join_processes
     from jetspec.train.from_head import read_source
-    from jetspec.train.pipeline import resolve_products
+    from jetspec.train.pipeline import check_confidence, resolve_products
 
     with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
         head = {"layers": layers, "block_size": block, "vocab": vocab, **scorer_options(scorer, rank)}
@@ -113,6 +113,7 @@ def train(
         settings = timed(settings, minutes, steps, seed, folder, answers_given(tokens, sets))
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
+        check_confidence(settings, further=begin is not None)
         check_limit(limit)
         if answers and not prompts:
             _refuse({"--exclude": bool(exclude), "--strict": strict, "--limit": limit is not None})

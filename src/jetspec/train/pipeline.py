@@ -50,6 +50,7 @@ def train_head(
     Raises DataError if the answers are unusable, OptionError for what the target cannot have.
     """
     chosen = resolve_products(settings.products, target.device)
+    check_confidence(settings, further=source is not None)
     family = find_family(settings.method)
     if source is None:
         family.check(target, settings.head)
@@ -172,6 +173,24 @@ def resolve_products(products: str, device: torch.device | str = "cpu") -> str:
         on_gpu = torch.device(device).type == "cuda"
         return "bfloat16" if on_gpu or torch.cpu._is_avx512_bf16_supported() else "float32"
     return products
+
+
+def check_confidence(settings: Settings, *, further: bool) -> None:
+    """Refuse a confidence head without a loss, or a loss without such a head. Raises OptionError.
+
+    further: the head was trained before, so that its confidences may stay what they are.
+    """
+    there, weight = bool(getattr(settings.head, "confidence", False)), settings.loss.confidence
+    if weight and not there:
+        raise OptionError(
+            f"loss.confidence is {weight:g}, but the head has no confidence head; set loss.confidence=0"
+            + (", or head.confidence=true" if hasattr(settings.head, "confidence") and not further else "")
+        )
+    if there and not weight and not further:
+        raise OptionError(
+            "head.confidence is true, but loss.confidence is 0, so that nothing would train it; set "
+            "loss.confidence=1, or head.confidence=false"
+        )
 
 
 class _products:
