@@ -172,13 +172,14 @@ def recipe_of(method: str, recipes: str) -> str:
         path = Path(recipes) / f"{method}.toml"
         if path.is_file():
             return str(path)
-        raise SystemExit(f"--recipes {recipes} has no {method}.toml; write it, or leave {method} out of --methods")
+        raise SystemExit(f"--recipes {recipes} has no {method}.toml; write it, or change --methods")
     names, model = [path.stem for path in packaged_recipes()], recipes.rsplit("/", 1)[-1].lower()
     if f"{method}-{model}" in names:
         return f"{method}-{model}"
     valid = [name.removeprefix("mtp-") for name in names if name.startswith("mtp-")]
     raise SystemExit(
-        f"--recipes {recipes!r} has no recipe for {method}; valid: a folder of METHOD.toml, {', '.join(valid)}"
+        f"--recipes {recipes!r} has no recipe for {method}; valid: a folder of METHOD.toml, "
+        f"{', '.join(valid)}"
     )
 
 
@@ -187,8 +188,8 @@ def check_minutes(minutes: float) -> None:
     least = RESERVE / 60 + 0.5
     if not minutes >= least:
         raise SystemExit(
-            f"--minutes {minutes:g} leaves no time to train, which pauses {RESERVE:g} seconds before the end of a "
-            f"call; give at least {least:g}"
+            f"--minutes {minutes:g} leaves no time to train, which pauses {RESERVE:g} seconds before the end "
+            f"of a call; give at least {least:g}"
         )
 
 
@@ -358,8 +359,8 @@ class Kit:
         if plan := self.plan():
             if options.steps not in (None, plan["steps"]):
                 raise SystemExit(
-                    f"--steps is {options.steps}, but {self.work} has a plan of {plan['steps']} steps; leave it "
-                    "out, or give another --work"
+                    f"--steps is {options.steps}, but {self.work} has a plan of {plan['steps']} steps; leave "
+                    "it out, or give another --work"
                 )
             return
         if options.steps is None:

@@ -144,11 +144,11 @@ def test_wrong_steps_are_named(kit: Any, arguments: list[str]) -> None:
 def test_calls_that_cannot_do_what_they_say_are_refused(
     kit: Any, arguments: list[str], tmp_path: Path
 ) -> None:
-    """Guards rented hours: calls too short to train paused before their first step without end, --steps had no
-    effect once there was a plan, and a mistyped --recipes, or a folder without METHOD.toml, trained with
+    """Guards rented hours: calls too short to train paused before their first step without end, --steps had
+    no effect once there was a plan, and a mistyped --recipes, or a folder without METHOD.toml, trained with
     defaults."""
     for minutes in ("1.5", "0", "nan"):
-        with pytest.raises(SystemExit, match="leaves no time to train.* give at least 2$"):
+        with pytest.raises(SystemExit, match=r"leaves no time to train.* give at least 2$"):
             kit.main([*arguments, "--minutes", minutes])
     with pytest.raises(SystemExit, match=r"'smolm2' has no recipe for jetspec; valid: .*smollm2-135m"):
         kit.main([*arguments, "--recipes", "smolm2"])

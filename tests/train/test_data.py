@@ -295,7 +295,7 @@ def test_a_folder_given_twice_is_refused(target: Target, tmp_path: Path) -> None
 
 
 def test_answers_without_features_name_the_way_to_them(tmp_path: Path) -> None:
-    """Guards the message about a folder of `--text-only` or an endpoint, which said that it had no answers."""
+    """Guards the message about a folder of `--text-only` or an endpoint, which said it had none."""
     (tmp_path / "answers.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=rf"jetspec answers --from {tmp_path}/answers\.jsonl"):
         Corpus([tmp_path])

@@ -276,7 +276,10 @@ def test_products_and_smoothing_stay_what_they_were(target: Target, corpus: Corp
         run(target, corpus, tmp_path / "a", loss=replace(lengths, smoothing=0.9), products="float32")
     run(target, corpus, tmp_path / "b", few)
     run(target, corpus, tmp_path / "b", replace(few, steps=2), products="bfloat16")
-    assert replace(lengths, weighting="uniform", smoothing=0.9).describe() == "1 forward KL; uniform depth weights"
+    assert (
+        replace(lengths, weighting="uniform", smoothing=0.9).describe()
+        == "1 forward KL; uniform depth weights"
+    )
 
 
 def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_path: Path) -> None:

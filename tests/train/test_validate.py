@@ -118,8 +118,8 @@ def test_validation_tau_is_the_tau_of_decoding(parts: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("bound", [1, 3 * 5 * 80])
 def test_validation_holds_few_logits(bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory: the logits of all roots of an answer, tens of gigabytes for a large vocabulary, were made
-    at once. In slices of roots they give the same numbers."""
+    """Guards memory: the logits of all roots of an answer, tens of gigabytes for a large vocabulary, were
+    made at once. In slices of roots they give the same numbers."""
     target = tiny_target()
     corpus = tiny_answers(target, tmp_path / "answers", prompts=6, tokens=12)
     module = HeadModule(random_head(target, block_size=6).config, target.transformer.embedding)

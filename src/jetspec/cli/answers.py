@@ -74,8 +74,8 @@ def answers(
     if from_answers and (text_only or tokens != TOKENS):
         name = "--text-only" if text_only else "--tokens"
         raise OptionError(
-            f"--from computes the features of all answers that it reads, so {name} cannot go with it; leave it "
-            "out, or choose answers with --part, --limit or --exclude"
+            f"--from computes the features of all answers that it reads, so {name} cannot go with it; leave "
+            "it out, or choose answers with --part, --limit or --exclude"
         )
     where = _endpoint(endpoint, endpoint_model, api_key_env, concurrency, timeout)
     use_threads(threads)

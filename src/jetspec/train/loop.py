@@ -182,8 +182,8 @@ class _Run:
         products = state.get("products"), self.manifest.get("products")  # older runs did not keep them
         if None not in products and products[0] != products[1]:
             raise DataError(
-                f"{self.folder} holds a run with products in {products[0]}, not {products[1]}; give --products "
-                f"{products[0]}, or use another folder"
+                f"{self.folder} holds a run with products in {products[0]}, not {products[1]}; give "
+                f"--products {products[0]}, or use another folder"
             )
         self.step, self.seconds = state["step"], state["seconds"]
         self.steps = self._length()

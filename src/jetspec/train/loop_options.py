@@ -22,8 +22,8 @@ class LoopOptions:
     learning_rate, final_share   peak, and the share of it that the cosine ends at, at most 1
     optimizer    "adamw", or "muon" for matrices with AdamW for the rest
     betas        of AdamW's two moments, each from 0 up to but not including 1
-    warmup_share, clip   share of the steps, at most 1, in which the rate rises from 0; largest norm of the gradient, 0
-                 for no limit
+    warmup_share, clip   share of the steps, at most 1, in which the rate rises from 0; largest norm of the
+                 gradient, 0 for no limit
     validate_minutes, validate_answers   minutes of training between validations, and held-out greedy answers
                  that one of them uses
     checkpoint_minutes   minutes of training between checkpoints; 0 saves after every step

@@ -145,8 +145,8 @@ def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> li
 
 
 def other_targets(name: str, folders: Many[Path]) -> list[str]:
-    """A line of warning if folders of answers name another target. Their ends are compared, because one target
-    may be a folder in one place and an id in the other.
+    """A line of warning if folders of answers name another target. Their ends are compared, because one
+    target may be a folder in one place and an id in the other.
     """
     made = [(folder, found) for folder in folders if (found := made_by(folder)) is not None]
     others = [pair for pair in made if Path(pair[1]).name.lower() != Path(name).name.lower()]

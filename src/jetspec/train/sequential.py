@@ -161,7 +161,7 @@ class SequentialModule(nn.Module, ABC):
         return rms_norm(x.to(weight.dtype), weight, self.model.rms_norm_eps)
 
     def wide(self, x: Tensor) -> Tensor:
-        """A product that a residual begins with, in the type of the weights, so that sums along it keep it."""
+        """What a residual begins with, in the type of the weights, so that sums along it keep that."""
         return x.to(self.embedding.dtype)
 
 
