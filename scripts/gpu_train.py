@@ -164,6 +164,35 @@ def packed(folder: Path, *more: Path) -> bytes:
     return buffer.getvalue()
 
 
+def recipe_of(method: str, recipes: str) -> str:
+    """The file or the packaged recipe of a method. Raises SystemExit if there is none."""
+    from jetspec.train.recipe import packaged_recipes
+
+    if Path(recipes).is_dir():
+        path = Path(recipes) / f"{method}.toml"
+        if path.is_file():
+            return str(path)
+        raise SystemExit(f"--recipes {recipes} has no {method}.toml; write it, or change --methods")
+    names, model = [path.stem for path in packaged_recipes()], recipes.rsplit("/", 1)[-1].lower()
+    if f"{method}-{model}" in names:
+        return f"{method}-{model}"
+    valid = [name.removeprefix("mtp-") for name in names if name.startswith("mtp-")]
+    raise SystemExit(
+        f"--recipes {recipes!r} has no recipe for {method}; valid: a folder of METHOD.toml, "
+        f"{', '.join(valid)}"
+    )
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise SystemExit for a call in which training pauses before it has begun: calls like it never end."""
+    least = RESERVE / 60 + 0.5
+    if not minutes >= least:
+        raise SystemExit(
+            f"--minutes {minutes:g} leaves no time to train, which pauses {RESERVE:g} seconds before the end "
+            f"of a call; give at least {least:g}"
+        )
+
+
 # --- steps
 
 
@@ -196,8 +225,7 @@ class Kit:
         from jetspec.train.recipe import find_recipe
 
         options = self.options
-        own = Path(options.recipes) / f"{method}.toml"
-        found = find_recipe(own, "") if own.is_file() else find_recipe(method, options.recipes)
+        found = find_recipe(recipe_of(method, options.recipes), "")
         loop = replace(
             found.loop,
             epochs=None,
@@ -324,10 +352,17 @@ class Kit:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def make_plan(self) -> None:
-        """Measure a step of every head; the common number of steps makes all of them fit together."""
-        if self.plan():
-            return
+        """Measure a step of every head; the common number of steps makes all of them fit together. Raises
+        SystemExit if the schedule has begun with another number of steps than --steps.
+        """
         options, seconds = self.options, dict[str, float]()
+        if plan := self.plan():
+            if options.steps not in (None, plan["steps"]):
+                raise SystemExit(
+                    f"--steps is {options.steps}, but {self.work} has a plan of {plan['steps']} steps; leave "
+                    "it out, or give another --work"
+                )
+            return
         if options.steps is None:
             for method in self.methods:
                 seconds[method] = self._probe(method)
@@ -478,6 +513,11 @@ def run(options: argparse.Namespace, clock: Clock) -> None:
     if options.step != "all" and options.step not in steps:
         raise SystemExit(f"--step {options.step!r} is unknown; valid: {', '.join(steps)}, all, join")
     wanted = list(steps) if options.step == "all" else [options.step]
+    if options.step == "all" or options.step in trainings:
+        check_minutes(options.minutes)
+    if options.step != "report":
+        for method in kit.methods:  # before hours of answers
+            recipe_of(method, options.recipes)
     if options.step.startswith("train:"):
         wanted.insert(0, "plan")  # which returns at once if there is one
     for name in wanted:

@@ -139,3 +139,25 @@ def test_wrong_steps_are_named(kit: Any, arguments: list[str]) -> None:
     for step in ("anwsers", "train:medusa"):
         with pytest.raises(SystemExit, match=r"train:eagle3.*join"):
             kit.main([*arguments, "--step", step])
+
+
+def test_calls_that_cannot_do_what_they_say_are_refused(
+    kit: Any, arguments: list[str], tmp_path: Path
+) -> None:
+    """Guards rented hours: calls too short to train paused before their first step without end, --steps had
+    no effect once there was a plan, and a mistyped --recipes, or a folder without METHOD.toml, trained with
+    defaults."""
+    for minutes in ("1.5", "0", "nan"):
+        with pytest.raises(SystemExit, match=r"leaves no time to train.* give at least 2$"):
+            kit.main([*arguments, "--minutes", minutes])
+    with pytest.raises(SystemExit, match=r"'smolm2' has no recipe for jetspec; valid: .*smollm2-135m"):
+        kit.main([*arguments, "--recipes", "smolm2"])
+    (tmp_path / "recipes" / "mtp.toml").unlink()
+    with pytest.raises(SystemExit, match=r"has no mtp\.toml"):
+        kit.main(arguments)
+    assert kit.recipe_of("mtp", "Qwen/Qwen3-8B") == "mtp-qwen3-8b"
+    (tmp_path / "work" / "plan.json").write_text(json.dumps({"steps": 6}))
+    few = [*arguments, "--methods", "dflash", "--step", "plan"]
+    assert kit.main(few) == kit.main([*few, "--steps", "6"]) == 0
+    with pytest.raises(SystemExit, match=r"--steps is 7, but .*work has a plan of 6 steps"):
+        kit.main([*few, "--steps", "7"])

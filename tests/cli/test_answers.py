@@ -66,6 +66,24 @@ def test_answers_then_features_from_text(tiny_folder: Path, prompts: Path, tmp_p
         assert torch.allclose(one[number].hidden.float(), other[place].hidden.float(), rtol=2e-3, atol=2e-2)
 
 
+def test_answers_that_exist_are_chosen_too(tiny_folder: Path, tmp_path: Path) -> None:
+    """Guards --from against options that it silently dropped: processes that shared a file with --part all
+    did all of it, and answers to evaluation prompts were trained on."""
+    texts, held, out = tmp_path / "t.jsonl", tmp_path / "eval.txt", tmp_path / "out"
+    asked = [[{"role": "user", "content": f"Tell me about number {n} now"}] for n in range(5)]
+    texts.write_text("".join(json.dumps({"messages": said, "answer": "ok"}) + "\n" for said in asked))
+    held.write_text("tell me about number 2 now\n")
+    given = ["answers", "--model", tiny_folder, "--from", texts, "--exclude", held, "-o", out]
+    assert "1 answers are to eval prompts" in jetspec(*given, "--strict").err.splitlines()[-1]
+    done = jetspec(*given, "--limit", 4, "--part", "0/2")
+    assert done.code == 0 and "2 answers, 1 answers to eval prompts left out\n" in done.err
+    turns = [answer.user_turns[0] for answer in read_answers(out / "answers.jsonl")[0]]
+    assert turns == ["Tell me about number 0 now", "Tell me about number 3 now"]
+    assert "holds no answers for this" in jetspec(*given, "--part", "8/9").err.splitlines()[-1]
+    for option in ["--text-only"], ["--tokens", 5]:
+        assert f"so {option[0]} cannot go with it" in jetspec(*given, *option).error
+
+
 def test_text_only_and_raw(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     """Guards the small output: no shards, no question about size; and prompts as they are."""
     done = answers(tiny_folder, "--prompts", prompts, "-o", tmp_path / "a", "--text-only", "--raw")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from jetspec.errors import DataError, StorageError
+from jetspec.train import answer_folder
 from jetspec.train.answer_folder import AnswerFolder
 from jetspec.train.answers import ANSWERS_FILE, Answer, read_answers
 from jetspec.train.features import Sample, read_shard, shard_paths
@@ -66,3 +68,33 @@ def test_a_fault_writes_what_waits_and_frees_the_folder(tmp_path: Path) -> None:
     assert [found.prompt for path in shard_paths(tmp_path) for found in read_shard(path)] == [5]
     with AnswerFolder(tmp_path, TAPS, SETTINGS) as store:
         assert store.answers == [answer(5)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_answers_of_prompts_and_answers_of_text_do_not_mix(tmp_path: Path, order: int) -> None:
+    """Guards a folder made from prompts against `--from`, and the other way round: a key that only one of
+    them records counted as equal, so answers of both got the same numbers in one folder."""
+    begun, other = [{**SETTINGS, "prompts": "abc"}, {**SETTINGS, "from": "def"}][::order]
+    with AnswerFolder(tmp_path, TAPS, begun) as store:
+        store.add(answer(0), sample(0))
+    with pytest.raises(DataError, match=r"other settings \((from, prompts|prompts, from)\)"):
+        AnswerFolder(tmp_path, TAPS, other)
+    with AnswerFolder(tmp_path, TAPS, begun) as store:
+        assert store.answers == [answer(0)]
+
+
+def test_ctrl_c_within_a_shard_loses_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the answers of a shard whose writing is interrupted: they were forgotten before it was there."""
+    write = answer_folder.write_shard
+
+    def interrupted(*given: Any) -> Path:
+        monkeypatch.setattr(answer_folder, "write_shard", write)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer_folder, "SHARD_SAMPLES", 2)
+    monkeypatch.setattr(answer_folder, "write_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt), AnswerFolder(tmp_path, TAPS, SETTINGS) as store:
+        store.add(answer(0), sample(0))
+        store.add(answer(1), sample(1))
+    assert [found.prompt for path in shard_paths(tmp_path) for found in read_shard(path)] == [0, 1]
+    assert read_answers(tmp_path / ANSWERS_FILE)[0] == [answer(0), answer(1)]

@@ -282,3 +282,20 @@ def test_damaged_shards_are_named(target: Target, tmp_path: Path) -> None:
     path.write_bytes(content[:-10])
     with pytest.raises(DataError, match=path.name):
         Corpus([tmp_path])
+
+
+def test_a_folder_given_twice_is_refused(target: Target, tmp_path: Path) -> None:
+    """Guards validation: of a folder that was given twice the held-out answers were trained on, as those of
+    the other time."""
+    tiny_answers(target, tmp_path / "a", prompts=4, tokens=3)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for again in (tmp_path / "a", tmp_path / "a" / ".." / "a", tmp_path / "b"):
+        with pytest.raises(DataError, match=r"is given twice; give each folder once"):
+            Corpus([tmp_path / "a", again])
+
+
+def test_answers_without_features_name_the_way_to_them(tmp_path: Path) -> None:
+    """Guards the message about a folder of `--text-only` or an endpoint, which said it had none."""
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=rf"jetspec answers --from {tmp_path}/answers\.jsonl"):
+        Corpus([tmp_path])

@@ -66,11 +66,12 @@ def run(
     seed: int = 0,
     watch: Callable[[Report], None] = lambda report: None,
     loss: LossOptions = LossOptions(),  # noqa: B008 (frozen)
+    products: str | None = None,
     **head: Any,
 ) -> HeadModule:
     """Train a new module in a folder."""
     method = BlockMethod(new_module(target, seed, **head), target, corpus.frequent_ids(60, 200), loss)
-    train(method, corpus, folder, options, {}, watch)
+    train(method, corpus, folder, options, {} if products is None else {"products": products}, watch)
     return method.module
 
 
@@ -219,6 +220,14 @@ def test_what_is_due_and_when_is_checked(options: dict[str, Any]) -> None:
         LoopOptions(**options)
 
 
+@pytest.mark.parametrize("options", [{"warmup_share": 3.0}, {"final_share": 10.0}])
+def test_shares_are_at_most_one(options: dict[str, Any]) -> None:
+    """Guards a rate that never reaches its peak, or rises to ten times of it: both were accepted."""
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name} must be a number from 0 to 1"):
+        LoopOptions(**options)
+
+
 def test_features_that_are_not_finite_are_named(target: Target, tmp_path: Path) -> None:
     """Guards the advice: with NaN in the features a lower learning rate does not help."""
     corpus = tiny_answers(target, tmp_path / "answers")
@@ -253,6 +262,24 @@ def test_other_runs_are_refused(target: Target, corpus: Corpus, tmp_path: Path) 
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match="damaged"):
         run(target, corpus, tmp_path)
+
+
+def test_products_and_smoothing_stay_what_they_were(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    """Guards exact resume: a run went on with products in another type, or another smoothing of its
+    expected-length weights. A checkpoint that does not know its products goes on with any."""
+    few = replace(OPTIONS, steps=1)
+    lengths = LossOptions(weighting="expected-length")
+    run(target, corpus, tmp_path / "a", few, loss=lengths, products="float32")
+    with pytest.raises(DataError, match="products in float32, not bfloat16; give --products float32"):
+        run(target, corpus, tmp_path / "a", loss=lengths, products="bfloat16")
+    with pytest.raises(DataError, match="another head"):
+        run(target, corpus, tmp_path / "a", loss=replace(lengths, smoothing=0.9), products="float32")
+    run(target, corpus, tmp_path / "b", few)
+    run(target, corpus, tmp_path / "b", replace(few, steps=2), products="bfloat16")
+    assert (
+        replace(lengths, weighting="uniform", smoothing=0.9).describe()
+        == "1 forward KL; uniform depth weights"
+    )
 
 
 def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,32 @@ def test_compiled_loss_says_that_it_is_not_finite() -> None:
         learned = native_learn(logits, torch.randn(1, 40), torch.tensor([0, 0]), None, KL)
         assert learned is not None
         assert learned.value.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.skipif(not native_available(), reason="no compiler")
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_a_teacher_without_numbers_is_not_read_behind_its_end(broken: float) -> None:
+    """Guards memory: what stands behind the end of such a row was its greatest value, and its place was read
+    in the head's row, where the next row begins."""
+    logits = torch.randn(2, 17)
+    logits[0, 5], logits[1, 0] = 10.0, 1e6
+    learned = native_learn(logits, torch.full((1, 17), broken), torch.tensor([0, 0]), None, KL)
+    assert learned is not None
+    assert not learned.agree[0] and not learned.value.isfinite().any()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_batch_without_weight_has_no_loss(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the chunk without rows: on CUDA it ended the run with a ValueError about a range's step."""
+    if not compiled:
+        monkeypatch.setattr(loss_module, "native_learn", lambda *_: None)
+    given = inputs(torch.float32, scorer=True)
+    given["weight"].zero_()
+    found = fused_loss(**given, options=LOSSES["dspark"], total=2.0, overlap=True)
+    assert float(found.loss) == 0.0 and not any(bool(x.any()) for x in gradients(found.loss, given))
+    like_cuda: Any = SimpleNamespace(is_cuda=True, shape=(0, WIDTH))
+    none = torch.empty(0, dtype=torch.int64)
+    assert not list(loss_module._Chunk(none, like_cuda, torch.empty(0, WIDTH), none).parts())
 
 
 @pytest.mark.parametrize("name", ["kl", "dspark"])

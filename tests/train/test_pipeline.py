@@ -24,7 +24,7 @@ from jetspec.train.block_family import BlockOptions, mask_token, tap_scale
 from jetspec.train.checkpoint import read_state
 from jetspec.train.features import shard_paths
 from jetspec.train.loop import LoopOptions
-from jetspec.train.pipeline import _products, folders_of_run, resolve_products, train_head
+from jetspec.train.pipeline import _products, folders_of_run, other_targets, resolve_products, train_head
 from jetspec.train.recipe import Settings, default_settings
 from jetspec.train.self_instruct import SelfCounts, SelfOptions
 from tests.draft.tiny import TAPS, tiny_answers, tiny_target
@@ -145,6 +145,8 @@ def test_every_block_method_through_the_command_line(
         (("--set", "head.depth=3"), "unknown key 'depth'"),
         (("--optimizer", "sgd"), "adamw, muon"),
         (("--products", "int8"), "products 'int8' is unknown"),
+        (("--set", "head.confidence=true"), "head.confidence is true, but loss.confidence is 0"),
+        (("--set", "loss.confidence=0.5"), "loss.confidence is 0.5, but the head has no confidence head"),
         (("--block", "1"), "block_size must be at least 2"),
         (("--threads", "0"), "threads"),
         (("--threads", "99999999999"), "threads"),
@@ -166,6 +168,16 @@ def test_options_are_refused_before_any_work(
     """Guards hours of answering prompts against a mistake that is known at the start."""
     assert main(command(Path("no-such-model"), tmp_path, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--exclude", "eval.txt"), ("--strict",), ("--limit", "3")])
+def test_options_about_prompts_need_prompts(
+    tmp_path: Path, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards `train --answers F --exclude E`, which trained on what E holds without a word."""
+    assert main(["train", "--model", "none", "--answers", str(tmp_path), *option]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"jetspec: error: {option[0]} chooses among prompts") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -255,6 +267,23 @@ def test_a_run_that_goes_on_needs_its_answers(tmp_path: Path) -> None:
     (moved / "features-00001.safetensors").unlink()
     with pytest.raises(DataError, match=re.escape(f"{moved} holds 1 of the 2 shards")):
         folders_of_run(run, state, [a, moved])
+
+
+def test_answers_that_name_another_target_are_said(tmp_path: Path) -> None:
+    """Guards against the answers of another target of the same shape, which were taken without a word; a
+    folder and an id may be the same target."""
+    for name, made in ("a", "org/Tiny"), ("b", "org/other"), ("c", "else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "answers.json").write_text(json.dumps({"target": made}))
+    a, b, c = (tmp_path / name for name in "abc")
+    assert not other_targets("/models/tiny", [a, tmp_path / "none"])
+    (line,) = other_targets("/models/tiny", [a, b, c])
+    assert f"{b} and 1 more of the folders say that org/other made them" in line and "is /models/tiny" in line
+    tiny_answers(target := tiny_target(), tmp_path / "d")
+    (tmp_path / "d" / "answers.json").write_text(json.dumps({"target": "else"}))
+    said: list[str] = []
+    train_head(target, [tmp_path / "d"], tmp_path / "run", COLD, say=said.append)
+    assert len(said) == 1 and "else made them" in said[0]
 
 
 def test_an_older_run_keeps_what_it_holds_out(tmp_path: Path) -> None:

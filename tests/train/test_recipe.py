@@ -9,6 +9,7 @@ import pytest
 
 from jetspec.errors import OptionError
 from jetspec.train.families import METHODS, find_family
+from jetspec.train.pipeline import check_confidence
 from jetspec.train.recipe import (
     change,
     default_settings,
@@ -30,6 +31,8 @@ def test_every_method_has_a_recipe_for_every_model(method: str, model: str) -> N
     assert found.method == method and found.about
     assert found.target is not None and found.target.rsplit("/", 1)[-1].lower() == model
     assert isinstance(found.head, find_family(method).options)
+    check_confidence(found, further=False)
+    check_confidence(default_settings(method), further=False)
 
 
 def test_published_settings() -> None:

@@ -15,6 +15,7 @@ from jetspec.decode.engine import Engine
 from jetspec.draft.jetspec import BlockDrafter
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
+from jetspec.train import block as block_module
 from jetspec.train.block import BlockMethod
 from jetspec.train.data import Corpus, Entry
 from jetspec.train.loop import LoopOptions, train
@@ -113,6 +114,23 @@ def test_validation_tau_is_the_tau_of_decoding(parts: dict[str, Any], tmp_path: 
     assert taus[0] > 1.1 and taus[3] > taus[0], "a head that is never right proves little"
     assert 1.0 >= found.survival[0] >= found.survival[-1] >= 0.0
     assert 1 + sum(found.survival) == pytest.approx(taus[3])
+
+
+@pytest.mark.parametrize("bound", [1, 3 * 5 * 80])
+def test_validation_holds_few_logits(bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: the logits of all roots of an answer, tens of gigabytes for a large vocabulary, were
+    made at once. In slices of roots they give the same numbers."""
+    target = tiny_target()
+    corpus = tiny_answers(target, tmp_path / "answers", prompts=6, tokens=12)
+    module = HeadModule(random_head(target, block_size=6).config, target.transformer.embedding)
+    initialise(module)
+    method = BlockMethod(module, target, corpus.frequent_ids(80, 200), LossOptions())
+    whole = method.validation(corpus, corpus.training[:3], SETTINGS)
+    monkeypatch.setattr(block_module, "_VALIDATION_LOGITS", bound)
+    sizes: list[int] = []
+    module.register_forward_hook(lambda module, given, states: sizes.append(states.shape[:3].numel()))
+    assert method.validation(corpus, corpus.training[:3], SETTINGS) == whole
+    assert len(sizes) > 3 and max(sizes) * 80 <= max(bound, 5 * 80)
 
 
 def test_coverage_counts_answers_only(tmp_path: Path) -> None:

@@ -10,22 +10,24 @@ from jetspec.cli import answer_options, options
 from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
 from jetspec.cli.progress import TokenBar, confirm_size, say
-from jetspec.errors import OptionError
+from jetspec.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from jetspec.target.target import Target
+    from jetspec.train.answers import Answer
     from jetspec.train.endpoint import Endpoint
     from jetspec.train.prompts import PromptSet
     from jetspec.train.responses import AnswerOptions
 
 MIX = "0:0.6,0.7:0.15,1:0.25"
+TOKENS = 650_000
 
 
 def answers(
     prompts: answer_options.Prompts = None,
     out: answer_options.Out = Path("data/answers"),
     model: options.Model = options.DEFAULT_MODEL,
-    tokens: answer_options.Tokens = 650_000,
+    tokens: answer_options.Tokens = TOKENS,
     max_tokens: answer_options.MaxTokens = 192,
     max_prompt: answer_options.MaxPrompt = 512,
     temperatures: answer_options.Temperatures = MIX,
@@ -69,10 +71,17 @@ def answers(
     )
     if from_answers and (prompts or endpoint):
         raise OptionError("--from takes answers that exist, so --prompts and --endpoint cannot go with it")
+    if from_answers and (text_only or tokens != TOKENS):
+        name = "--text-only" if text_only else "--tokens"
+        raise OptionError(
+            f"--from computes the features of all answers that it reads, so {name} cannot go with it; leave "
+            "it out, or choose answers with --part, --limit or --exclude"
+        )
     where = _endpoint(endpoint, endpoint_model, api_key_env, concurrency, timeout)
     use_threads(threads)
     if from_answers:
-        replay(load_target(model, dtype=dtype, device=device), from_answers, out, skip_broken, taps, yes)
+        found = choose_answers(from_answers, settings.part, skip_broken, exclude or (), strict, limit)
+        replay(load_target(model, dtype=dtype, device=device), found, out, taps, yes)
         return
     chosen = choose_prompts(prompts, seed, skip_broken, exclude or (), strict, limit)
     if where is None:
@@ -185,18 +194,44 @@ def _endpoint(
     return Endpoint(url, model, api_key_env, concurrency, timeout)
 
 
-def replay(
-    target: Target, files: Many[Path], folder: Path, skip_broken: bool, taps: str | None, yes: bool
-) -> None:
-    """Compute features of answers that exist as text."""
+def choose_answers(
+    files: Many[Path],
+    part: tuple[int, int],
+    skip_broken: bool,
+    exclude: Many[Path],
+    strict: bool,
+    limit: int | None,
+) -> list[Answer]:
+    """Read answers that exist as text and say what was left out; of those that are left, every n-th."""
     from jetspec.train.answers import read_answers
+    from jetspec.train.prompts import load_exclusion
+
+    check_limit(limit)
+    exclusion = load_exclusion(exclude)
+    read = [read_answers(file, skip_broken=skip_broken) for file in files]
+    answers = [answer for some, _ in read for answer in some[:limit]]
+    broken = sum(count for _, count in read)
+    found = [answer for answer in answers if not any(map(exclusion.find, answer.user_turns))]
+    excluded = len(answers) - len(found)
+    if strict and excluded:
+        raise DataError(
+            f"{excluded} answers are to eval prompts; take them out, or leave --strict away to skip them"
+        )
+    left_out = {f"{broken} broken lines": broken, f"{excluded} answers to eval prompts": excluded}
+    losses = "".join(f", {what} left out" for what, count in left_out.items() if count)
+    index, parts = part
+    chosen = found[index::parts]
+    say(f"{len(chosen)} answers{losses}")
+    if not chosen:
+        raise DataError(f"{' and '.join(map(str, files))} holds no answers for this command; give more")
+    return chosen
+
+
+def replay(target: Target, found: Many[Answer], folder: Path, taps: str | None, yes: bool) -> None:
+    """Compute features of answers that exist as text."""
     from jetspec.train.replay import expected_rows, replay_answers
 
     layers = parse_taps(taps, target.config.num_layers)
-    read = [read_answers(file, skip_broken=skip_broken) for file in files]
-    found = [answer for some, _ in read for answer in some]
-    broken = sum(count for _, count in read)
-    say(f"{len(found)} answers" + (f", {broken} broken lines left out" if broken else ""))
     confirm_size(target.config, layers, expected_rows(target, found), folder, yes)
     with goes_on(), TokenBar("features", None) as bar:
         done = replay_answers(target, found, folder, layers, bar.show)

@@ -79,7 +79,7 @@ def train(
     from jetspec.target.loading import load_target
     from jetspec.train.distributed import join_processes
     from jetspec.train.from_head import read_source
-    from jetspec.train.pipeline import resolve_products
+    from jetspec.train.pipeline import check_confidence, resolve_products
 
     with join_processes(device, fsdp=fsdp) as processes:  # around all, so that errors are said once
         head = {"layers": layers, "block_size": block, "vocab": vocab, **scorer_options(scorer, rank)}
@@ -113,11 +113,23 @@ def train(
         settings = timed(settings, minutes, steps, seed, folder, answers_given(tokens, sets))
         settings = settings if products is None else replace(settings, products=products)
         resolve_products(settings.products)  # refuse before hours of work
+        check_confidence(settings, further=begin is not None)
         check_limit(limit)
+        if answers and not prompts:
+            _refuse({"--exclude": bool(exclude), "--strict": strict, "--limit": limit is not None})
         source = _Source(prompts, answers, exclude or [], strict, limit, skip_broken, raw, yes)
         use_threads(threads)
         target = load_target(model, dtype=dtype, device=processes.place(device))
         _run(settings, target, folder, source, processes, begin)
+
+
+def _refuse(given: dict[str, bool]) -> None:
+    """Raise OptionError for an option about prompts where there are answers alone."""
+    for name in (name for name, there in given.items() if there):
+        raise OptionError(
+            f"{name} chooses among prompts, but --answers without --prompts takes the answers as they are; "
+            f"leave it out, or make the answers anew with `jetspec answers {name} ..`"
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,9 @@ class _Source:
         """Folders of answers; they are made first unless some were given without prompts. Each of several
         processes answers a part of the prompts in a folder of its own.
         """
+        from jetspec.train.corpus import check_distinct
+
+        check_distinct(self.answers)
         if self.answers and not self.prompts:
             return self.answers
         first, *more = self.answers or [out / "answers"]

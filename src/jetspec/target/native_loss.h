@@ -36,7 +36,8 @@ static inline void put_part(float *x, lanes value, int64_t left)
     memcpy(x, &value, sizeof(float) * (size_t)(left < LANES ? left : LANES));
 }
 
-/* The greatest of a row, and the first place where it stands. */
+/* The greatest of a row, and the first place where it stands; of a row without a number above NOWHERE (all NaN or minus infinity) the
+ * first value, because what stands behind its end must not be found. */
 static inline float greatest_of_row(const float *x, int64_t width, int64_t *where)
 {
     lanes best = all(-INFINITY);
@@ -50,8 +51,8 @@ static inline float greatest_of_row(const float *x, int64_t width, int64_t *wher
     int first = 0;
     for (int i = 1; i < LANES; i++)
         if (best[i] > best[first] || (best[i] == best[first] && at[i] < at[first])) first = i;
-    *where = at[first];
-    return best[first];
+    *where = at[first] < width ? at[first] : 0;
+    return at[first] < width ? best[first] : x[0];
 }
 
 /* log sum exp of a row. */

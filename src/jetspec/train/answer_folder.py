@@ -33,6 +33,7 @@ from jetspec.train.log import write_whole
 from jetspec.train.shard_check import check_shard
 
 SHARD_SAMPLES = 64
+_ORIGINS = ("taps", "endpoint", "from", "prompts")
 
 
 @dataclass
@@ -142,9 +143,10 @@ class AnswerFolder:
 
     def _flush(self) -> None:
         if self._waiting and self.taps is not None:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            # Emptied once the shard is there: what Ctrl-C interrupts is written again, under the same number.
             write_shard(self.folder, self._number, [sample for _, sample in waiting], self.taps)
-            self._number += 1
+            self._waiting, self._number = [], self._number + 1
             append_answers(self._text, [answer for answer, _ in waiting])
 
     def _check(self, record: dict[str, Any]) -> None:
@@ -168,7 +170,8 @@ class AnswerFolder:
                 f"{path} cannot be read ({error}); use another folder or delete this one"
             ) from None
         different = [key for key in record if found.get(key, record[key]) != record[key]]
-        different += [key for key in ("taps", "endpoint") if (key in found) != (key in record)]
+        # What only some origins have; other keys may be missing in the folder of an older version.
+        different += [key for key in _ORIGINS if (key in found) != (key in record)]
         if different:
             raise DataError(
                 f"{self.folder} holds answers made with other settings ({', '.join(different)}); "

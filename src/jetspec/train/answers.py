@@ -47,6 +47,11 @@ class Answer:
     count: int | None = None
     thinking: bool | None = None
 
+    @property
+    def user_turns(self) -> list[str]:
+        """Every text that the user says."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
     def to_json(self) -> str:
         """The line of this answer."""
         record: dict[str, Any] = {

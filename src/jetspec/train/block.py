@@ -21,6 +21,8 @@ from jetspec.train.model import HeadModule, ScorerTables
 from jetspec.train.validate import Setting, Tally, Validation
 from jetspec.train.weighting import LossOptions, expected_length_weights
 
+_VALIDATION_LOGITS = 2**26  # held at once, 256 MB: those of all roots of a long answer would be gigabytes
+
 
 class BlockMethod:
     """A block head in training; see `jetspec.train.method.TrainingMethod`.
@@ -110,19 +112,20 @@ class BlockMethod:
 
     @torch.no_grad()
     def validation(self, corpus: Corpus, entries: Many[Entry], settings: Many[Setting]) -> Validation:
-        """All roots of an answer in one forward; the same numbers as `validate_drafter` gives."""
+        """Many roots of an answer in one forward; the same numbers as `validate_drafter` gives."""
         head, device = self.head(), self.output.device
         scorer = make_scorer(head, self._ids, torch.float32, device)
         tally = Tally(settings, self.module.config.depth)
+        size = max(1, _VALIDATION_LOGITS // (len(self.weights) * len(self.vocab)))  # roots at once
         for entry in entries:
             follower = tally.start(corpus.tokens(entry).tolist(), entry.prompt_len)
-            first = entry.prompt_len - 1
-            anchors = torch.arange(first, entry.length - 1).unsqueeze(0)
-            batch = make_batch(corpus, [entry], anchors, torch.ones(len(self.weights))).to(device)
-            hidden = self.module(batch)[0]  # [A, D, H]
-            proposals = scorer.proposals(hidden, hidden @ self.output.T, batch.roots[0].tolist())
-            while (position := follower.position) is not None:
-                follower.take(position, proposals[position - first])
+            while (first := follower.position) is not None:
+                anchors = torch.arange(first, min(first + size, entry.length - 1)).unsqueeze(0)
+                batch = make_batch(corpus, [entry], anchors, torch.ones(len(self.weights))).to(device)
+                hidden = self.module(batch)[0]  # [A, D, H]
+                proposals = scorer.proposals(hidden, hidden @ self.output.T, batch.roots[0].tolist())
+                while (at := follower.position) is not None and at < first + size:
+                    follower.take(at, proposals[at - first])
         return tally.result()
 
     def head(self, manifest: dict[str, Any] | None = None) -> Head:

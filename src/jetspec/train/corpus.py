@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence as Many
 from copy import copy
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from jetspec.errors import DataError
+from jetspec.train.answers import ANSWERS_FILE
 from jetspec.train.features import shard_columns, shard_paths, shard_taps
 from jetspec.train.shard_check import check_shard
 
@@ -43,8 +45,8 @@ class Corpus:
     shards: how many shards of each folder to take, None for all. A run that goes on takes what it began
     with, though more have been written since.
 
-    Raises DataError if there are no answers, or none but held-out ones, if shards hold different taps, or if
-    a shard is damaged or gone.
+    Raises DataError if there are no answers, or none but held-out ones, if a folder is given twice, if shards
+    hold different taps, or if a shard is damaged or gone.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Corpus:
         *,
         hold_greedy: bool = True,
     ) -> None:
+        check_distinct(folders)
         self.folders = [str(Path(folder).absolute()) for folder in folders]
         found = [shard_paths(folder) for folder in folders]
         if shards is not None:
@@ -68,7 +71,7 @@ class Corpus:
         self.shards = [len(have) for have in found]
         paths = [path for have in found for path in have]
         if not paths:
-            raise DataError(f"no answers in {', '.join(map(str, folders))}; run `jetspec answers` first")
+            raise DataError(_nothing_in(folders))
         self.recorded = shard_taps(paths[0])
         self.taps = self.recorded
         self._columns: list[int] | None = None
@@ -178,6 +181,36 @@ class Corpus:
         if not self._resident:
             return _rows(entry, name)
         return self._resident[entry.path][name][entry.start : entry.start + entry.length]
+
+
+def check_distinct(folders: Many[Path]) -> None:
+    """Raise DataError for a folder that is given twice: its held-out answers would be trained on, too."""
+    seen = set[Path]()
+    for folder in folders:
+        place = Path(folder).resolve()
+        if place in seen:
+            raise DataError(f"the folder of answers {folder} is given twice; give each folder once")
+        seen.add(place)
+
+
+def _nothing_in(folders: Many[Path]) -> str:
+    """Why folders without shards cannot be trained on, and which command changes that."""
+    texts = [Path(folder) / ANSWERS_FILE for folder in folders if (Path(folder) / ANSWERS_FILE).exists()]
+    if texts:
+        return (
+            f"{texts[0].parent} holds answers as text, without features; compute them with "
+            f"`jetspec answers --from {texts[0]} --out FOLDER` and give that folder"
+        )
+    return f"no answers in {', '.join(map(str, folders))}; run `jetspec answers` first"
+
+
+def made_by(folder: Path) -> str | None:
+    """The target that made the answers in a folder, as it was named there; None where nothing says so."""
+    try:
+        target = dict(json.loads((Path(folder) / "answers.json").read_text("utf-8"))).get("target")
+    except (OSError, ValueError, TypeError):
+        return None
+    return target if isinstance(target, str) else None
 
 
 def _held_out(entries: Many[Entry], holdout: int, hold_greedy: bool) -> list[int]:

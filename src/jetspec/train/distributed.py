@@ -62,7 +62,7 @@ class Processes:
             raise OptionError(
                 f"device {device!r} would be shared by {self.size} processes; give 'cuda' and each takes one"
             )
-        return f"cuda:{self.local_rank}"
+        return f"cuda:{_gpu_of(self.local_rank)}"
 
     def sum(self, value: float) -> float:
         """The sum of a number over all processes."""
@@ -96,6 +96,11 @@ class Processes:
         self.agree(0.0)
 
 
+def _gpu_of(local_rank: int) -> int:
+    """The GPU of a process among those that it sees; some launchers show each process its own alone."""
+    return local_rank % (torch.cuda.device_count() or local_rank + 1)
+
+
 ALONE = Processes()
 
 
@@ -120,7 +125,7 @@ def join_processes(device: str = "cpu", *, fsdp: bool = False) -> Iterator[Proce
     try:
         on_gpu = device.startswith("cuda") and torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(local % torch.cuda.device_count())
+            torch.cuda.set_device(_gpu_of(local))
         with _together():
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
         yield processes

@@ -44,7 +44,7 @@ class Eagle3Module(SequentialModule):
 
     def features(self, batch: Batch) -> Tensor:
         """Tapped states through `fc`."""
-        return F.linear(batch.taps.to(self.embedding.dtype), self.weight("fc.weight"))
+        return self.wide(F.linear(batch.taps.to(self.embedding.dtype), self.weight("fc.weight")))
 
     def join(self, module: int, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[normed embedding ; normed feature]; the residual runs along the feature."""

@@ -179,6 +179,12 @@ class _Run:
                 f"{self.folder} holds a run with another head, draft vocabulary or other answers; "
                 "use another folder or delete it"
             )
+        products = state.get("products"), self.manifest.get("products")  # older runs did not keep them
+        if None not in products and products[0] != products[1]:
+            raise DataError(
+                f"{self.folder} holds a run with products in {products[0]}, not {products[1]}; give "
+                f"--products {products[0]}, or use another folder"
+            )
         self.step, self.seconds = state["step"], state["seconds"]
         self.steps = self._length()
         if self.steps is None and state["steps"] is not None:
@@ -324,6 +330,7 @@ class _Run:
             "folders": self.corpus.folders,
             "hold_greedy": self.corpus.hold_greedy,
             "run": self._identity(),
+            "products": self.manifest.get("products"),
         }
         write = self.processes.first
         save_checkpoint(self.folder, self.method.module, self.optimizer, state, write=write)

@@ -19,11 +19,11 @@ class LoopOptions:
     minutes      of training, above 0
     answers, anchors   a batch is `answers` answers with `anchors` blocks in each
     part         answers that are worked on at once; a batch is split into such parts and gradients add up
-    learning_rate, final_share   peak, and the share of it that the cosine ends at
+    learning_rate, final_share   peak, and the share of it that the cosine ends at, at most 1
     optimizer    "adamw", or "muon" for matrices with AdamW for the rest
     betas        of AdamW's two moments, each from 0 up to but not including 1
-    warmup_share, clip   share of the steps in which the rate rises from 0; largest norm of the gradient, 0
-                 for no limit
+    warmup_share, clip   share of the steps, at most 1, in which the rate rises from 0; largest norm of the
+                 gradient, 0 for no limit
     validate_minutes, validate_answers   minutes of training between validations, and held-out greedy answers
                  that one of them uses
     checkpoint_minutes   minutes of training between checkpoints; 0 saves after every step
@@ -52,6 +52,9 @@ class LoopOptions:
         check_least(0, warmup_share=self.warmup_share, final_share=self.final_share)
         check_least(0, validate_minutes=self.validate_minutes, checkpoint_minutes=self.checkpoint_minutes)
         check_least(1, validate_answers=self.validate_answers)
+        for name in ("warmup_share", "final_share"):
+            if getattr(self, name) > 1:
+                raise OptionError(f"{name} must be a number from 0 to 1, got {getattr(self, name)!r}")
         if not self.minutes:
             raise OptionError("minutes must be a number above 0, got 0; --steps gives the length in steps")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -149,7 +149,8 @@ class _Chunk(NamedTuple):
         """A few rows after the other, as views: what is computed element by element of them stays in a core's
         own cache. Places ascend, so a part's teachers are neighbours.
         """
-        size = len(self.rows) if self.logits.is_cuda else max(1, _PART_LOGITS // self.logits.shape[-1])
+        size = len(self.rows) if self.logits.is_cuda else _PART_LOGITS // self.logits.shape[-1]
+        size = max(1, size)  # where no row has weight there is one chunk without rows
         for first in range(0, len(self.rows), size):
             own = slice(first, first + size)
             place = self.place[own]

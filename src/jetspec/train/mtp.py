@@ -45,7 +45,7 @@ class MTPModule(SequentialModule):
         base = f"layers.{module}."
         token, state = self.norm(tokens, base + "enorm.weight"), self.norm(features, base + "hnorm.weight")
         parts = [token, state] if self.config.order == "embedding_first" else [state, token]
-        x = F.linear(torch.cat(parts, dim=-1), self.weight(base + "eh_proj.weight"))
+        x = self.wide(F.linear(torch.cat(parts, dim=-1), self.weight(base + "eh_proj.weight")))
         return self.norm(x, base + "input_layernorm.weight"), x
 
     def project(self, module: int, x: Tensor, part: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from jetspec.errors import DataError, OptionError, StorageError
 from jetspec.target.target import Target
 from jetspec.train.checkpoint import read_state
-from jetspec.train.corpus import Corpus
+from jetspec.train.corpus import Corpus, check_distinct, made_by
 from jetspec.train.distributed import ALONE, Processes
 from jetspec.train.families import find_family
 from jetspec.train.features import shard_paths
@@ -50,6 +50,7 @@ def train_head(
     Raises DataError if the answers are unusable, OptionError for what the target cannot have.
     """
     chosen = resolve_products(settings.products, target.device)
+    check_confidence(settings, further=source is not None)
     family = find_family(settings.method)
     if source is None:
         family.check(target, settings.head)
@@ -67,6 +68,8 @@ def train_head(
         folders_of_run(folder, state, answers), shards=state.get("shards"), hold_greedy=hold_greedy
     )
     corpus.check_ids(target.config.vocab_size)
+    for line in other_targets(target.name, answers):
+        say(line)
     taps = family.taps(target, settings.head)
     if taps is not None:
         corpus = corpus.with_taps(taps)
@@ -107,8 +110,10 @@ def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> li
 
     A folder may have moved: where its place is not found again, its name decides.
 
-    Raises DataError naming a folder that is missing, holds less than it did, or was not part of the run.
+    Raises DataError naming a folder that is missing, holds less than it did, was not part of the run, or is
+    given twice.
     """
+    check_distinct(given)
     left = list(given)
     if "folders" not in state:  # a new run, or one of a version that did not keep them
         return left
@@ -139,6 +144,22 @@ def folders_of_run(run: Path, state: Mapping[str, Any], given: Many[Path]) -> li
     return [taken[place] for place in recorded]
 
 
+def other_targets(name: str, folders: Many[Path]) -> list[str]:
+    """A line of warning if folders of answers name another target. Their ends are compared, because one
+    target may be a folder in one place and an id in the other.
+    """
+    made = [(folder, found) for folder in folders if (found := made_by(folder)) is not None]
+    others = [pair for pair in made if Path(pair[1]).name.lower() != Path(name).name.lower()]
+    if not others:
+        return []
+    folder, other = others[0]
+    more = f" and {len(others) - 1} more of the folders" if len(others) > 1 else ""
+    return [
+        f"warning: the answers in {folder}{more} say that {other} made them, but the target is {name}; "
+        "a head for it needs answers of its own"
+    ]
+
+
 def _is_folder(path: Path, recorded: Path, by_name: bool) -> bool:
     path = path.absolute()
     return path.name == recorded.name if by_name else path == recorded
@@ -152,6 +173,24 @@ def resolve_products(products: str, device: torch.device | str = "cpu") -> str:
         on_gpu = torch.device(device).type == "cuda"
         return "bfloat16" if on_gpu or torch.cpu._is_avx512_bf16_supported() else "float32"
     return products
+
+
+def check_confidence(settings: Settings, *, further: bool) -> None:
+    """Refuse a confidence head without a loss, or a loss without such a head. Raises OptionError.
+
+    further: the head was trained before, so that its confidences may stay what they are.
+    """
+    there, weight = bool(getattr(settings.head, "confidence", False)), settings.loss.confidence
+    if weight and not there:
+        raise OptionError(
+            f"loss.confidence is {weight:g}, but the head has no confidence head; set loss.confidence=0"
+            + (", or head.confidence=true" if hasattr(settings.head, "confidence") and not further else "")
+        )
+    if there and not weight and not further:
+        raise OptionError(
+            "head.confidence is true, but loss.confidence is 0, so that nothing would train it; set "
+            "loss.confidence=1, or head.confidence=false"
+        )
 
 
 class _products:

@@ -154,8 +154,15 @@ class SequentialModule(nn.Module, ABC):
         return (mixed + weights[..., length:] @ near_values).reshape(n, anchors, -1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Norm with the weight of that name, as decoding computes it."""
-        return rms_norm(x, self.weight(name), self.model.rms_norm_eps)
+        """Norm with the weight of that name, as decoding computes it, in the weight's type: autocast makes
+        products of half precision, but no norms.
+        """
+        weight = self.weight(name)
+        return rms_norm(x.to(weight.dtype), weight, self.model.rms_norm_eps)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """What a residual begins with, in the type of the weights, so that sums along it keep that."""
+        return x.to(self.embedding.dtype)
 
 
 class SequentialMethod(ABC):
@@ -289,7 +296,8 @@ class SequentialMethod(ABC):
                 matrix = self.target.transformer.output_matrix
                 states = batch.hidden[n, : entry.length].to(matrix.dtype)
                 pieces = states.split(max(1, _CHUNK_LOGITS // len(matrix)))
-                chosen = torch.cat([(piece @ matrix.T).argmax(-1) for piece in pieces])
+                with torch.autocast(states.device.type, enabled=False):  # half precision picks other tokens
+                    chosen = torch.cat([(piece @ matrix.T).argmax(-1) for piece in pieces])
             self._inside[key] = torch.isin(chosen, self._ids).cpu()
         return self._inside[key]
 

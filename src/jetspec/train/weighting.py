@@ -67,8 +67,11 @@ class LossOptions:
         soft = f" at temperature {self.temperature:g}" if self.temperature != 1 else ""
         names = {"kl": f"forward KL{soft}", "ce": "cross-entropy", "l1": "L1", "confidence": "confidence BCE"}
         terms = [f"{getattr(self, key):g} {name}" for key, name in names.items() if getattr(self, key)]
-        decay = f" (decay {self.decay:g})" if self.weighting == "exponential" else ""
-        return f"{' + '.join(terms)}; {self.weighting} depth weights{decay}"
+        details = {
+            "exponential": f" (decay {self.decay:g})",
+            "expected-length": f" (smoothing {self.smoothing:g})",
+        }
+        return f"{' + '.join(terms)}; {self.weighting} depth weights{details.get(self.weighting, '')}"
 
 
 def expected_length_weights(overlap: Tensor, present: Tensor, smoothing: float) -> Tensor:
