@@ -30,8 +30,8 @@ from jetspec.budget.turn import MOST_REACH, TRIALS, Turn
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
 
-_SETTLED = 32  # plain rounds in a row after which they go on...
-_REST, _SELDOM = 7, 4  # ...for so many without a thought, and every fourth one is learned from
+_SETTLED = 12  # plain rounds in a row after which they go on...
+_REST, _SELDOM = 11, 4  # ...for so many without a thought, and every fourth one is learned from
 
 
 class AdaptiveBudget:
