@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -43,12 +44,17 @@ def auto(machine: Machine, wrong: float = 0.03) -> AdaptiveBudget:
 )
 def test_near_the_best_fixed_budget_after_64_rounds(shape: str, head: dict[str, float], batch: int) -> None:
     """Guards batches: within 5 % of the best fixed budget (3 % on longer runs) wherever that is, and never
-    far below plain decoding, for costs with steps and for a head that promises too much."""
-    machine = Machine(verify=COSTS[shape], noise=0.1, stalls=0.01)
-    log = run(auto(machine), Head(**head), machine, 150, batch)
-    fixed = fixed_rates(Head(**head), machine, 60, batch, BUDGETS)
-    assert log.rounds(64).rate > 0.95 * max(fixed.values())
-    assert log.rate > 0.98 * fixed[0]
+    far below plain decoding, for costs with steps and for a head that promises too much. The mean of a few
+    runs: in a single one a stall during a trial costs 3 %."""
+    best, plain = list[float](), list[float]()
+    for seed in range(4):
+        machine = Machine(verify=COSTS[shape], noise=0.1, stalls=0.01, seed=seed)
+        log = run(auto(machine), Head(**head, seed=seed), machine, 150, batch)
+        fixed = fixed_rates(Head(**head, seed=seed), machine, 60, batch, BUDGETS)
+        best.append(log.rounds(64).rate / max(fixed.values()))
+        plain.append(log.rate / fixed[0])
+    assert fmean(best) > 0.95
+    assert fmean(plain) > 0.98
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])

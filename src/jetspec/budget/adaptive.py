@@ -105,7 +105,8 @@ class AdaptiveBudget:
         able = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
         choose(turn, known.cost, forecaster.hoped, able)
         self._fresh = self._fresh and turn.kind == "plain"
-        self._rest = _REST if turn.rests and self._undrafted >= _SETTLED else 0
+        rests = turn.rests and self._undrafted >= _SETTLED
+        self._rest = min(_REST, max(0, prospect.until_due - 1)) if rests else 0
         if self._rest:
             forecaster.hurry()
         self.depth = None if turn.tries else planned_depth(turn.outlook.nodes, known.whole_depth)

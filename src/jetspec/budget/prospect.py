@@ -147,6 +147,11 @@ class Prospect:
         return self._waited >= self._interval
 
     @property
+    def until_due(self) -> int:
+        """Rounds until the next probe is due."""
+        return max(0, math.ceil(self._interval - self._waited))
+
+    @property
     def rare(self) -> bool:
         """Whether probes have become rare: who comes now may wait for long until one."""
         return self._interval > _OFTEN
