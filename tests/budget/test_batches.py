@@ -132,3 +132,38 @@ def test_long_contexts_are_priced_before_a_probe() -> None:
         assert turn is not None
         nodes[context] = turn.least if any(limits) else 0
     assert nodes[8000] < nodes[64] == 4
+
+
+def test_a_steady_batch_is_not_planned_anew_in_every_round() -> None:
+    """Guards the price of planning: where drafting pays for all requests of a batch, three of four rounds follow
+    the look ahead, with as many nodes for each request, nothing cut and nothing computed. A request that comes or
+    leaves ends that, and a single request gets a plan of its own in every round."""
+    budget = auto(Machine(verify=COSTS["flat"]), wrong=0.0)
+    members = sequences(5)
+    head = Head(sure=2.0)
+    run(budget, head, Machine(verify=COSTS["flat"]), 100, members=members[:4])
+    repeated = []
+    for _ in range(40):
+        log = run(budget, head, Machine(verify=COSTS["flat"]), 1, members=members[:4])
+        repeated.append(budget._repeated)
+        assert log.drafted == [4]
+        if budget._repeated:
+            assert log.nodes[0] <= 4 * budget._nodes
+    assert 20 <= sum(repeated) <= 30
+    while not budget._repeats:
+        run(budget, head, Machine(verify=COSTS["flat"]), 1, members=members[:4])
+    budget.limits(members)
+    assert not budget._repeated, "another batch"
+    alone = auto(Machine(), wrong=0.0)
+    for _ in range(150):
+        run(alone, head, Machine(), 1, members=members[:1])
+        assert not alone._repeated
+
+
+def test_a_steady_batch_whose_drafts_get_worse_is_noticed() -> None:
+    """Guards repeated rounds: they teach nothing, but every fourth one is planned, and drafting ends."""
+    machine, members = Machine(verify=COSTS["flat"]), sequences(4)
+    budget = auto(machine, wrong=0.0)
+    assert all(run(budget, Head(sure=2.0), machine, 120, members=members).nodes[-20:])
+    log = run(budget, Head(right=False, sure=2.0), machine, 160, members=members)
+    assert sum(map(bool, log.nodes[-60:])) <= 8

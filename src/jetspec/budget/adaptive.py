@@ -32,6 +32,9 @@ from jetspec.tree import Tree
 
 _SETTLED = 12  # plain rounds in a row after which they go on...
 _REST, _SELDOM = 11, 4  # ...for so many without a thought, and every fourth one is learned from
+_REPEATS = 3  # drafted rounds of a batch that follow the last look ahead, without a thought...
+_KNOWN, _MET = 32, 6  # ...after so many rounds in all, and trees of each request...
+_CLEAR = 1.1  # ...where at least such a speedup is expected
 
 
 class AdaptiveBudget:
@@ -50,6 +53,8 @@ class AdaptiveBudget:
         self._fresh = False
         self._undrafted = 0  # plain rounds in a row
         self._rest = 0  # of these, to come, that need no thought
+        self._repeats = self._nodes = 0  # rounds to come that grow and verify so many nodes of each tree
+        self._repeated = False  # the round under way is one of them
         self._members = Members()
         self._forecaster = Forecaster(knowledge.whole_depth)
 
@@ -75,10 +80,15 @@ class AdaptiveBudget:
     def _limits(self, sequences: Many[Sequence]) -> list[int]:
         known, count, forecaster = self.knowledge, len(sequences), self._forecaster
         ids = [s.id for s in sequences]
+        self._repeated = False
         if self._rest and ids == self._ids:
             self._rest -= 1
             return [0] * count
-        self._ids = ids
+        if self._repeats and ids == self._ids:
+            self._repeats, self._repeated = self._repeats - 1, True
+            self.depth = None if known.whole_depth is None else min(known.whole_depth, self._nodes)
+            return [self._nodes] * count
+        self._ids, self._repeats = ids, 0
         sampled = 2 * sum([not s.sampling.greedy for s in sequences]) > count
         prospect = known.prospect(sampled)
         contexts = [s.position for s in sequences]
@@ -128,6 +138,8 @@ class AdaptiveBudget:
         return min(reach, self._forecaster.reach, MOST_REACH)
 
     def _cut(self, sequences: Many[Sequence], trees: Many[Tree]) -> list[Tree]:
+        if self._repeated:
+            return list(trees)
         turn = self._turn
         assert turn is not None and len(turn.contexts) == len(trees), "limits() comes first"
         turn.expected = [0.0] * len(trees)
@@ -161,6 +173,8 @@ class AdaptiveBudget:
     def _record(
         self, sequences: Many[Sequence], trees: Many[Tree], paths: Many[Many[int]], spent: Spent
     ) -> None:
+        if self._repeated:
+            return
         turn, known = self._turn, self.knowledge
         assert turn is not None, "limits() comes first"
         if self._rest:  # the same turn, and nothing to find out
@@ -190,6 +204,7 @@ class AdaptiveBudget:
         known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size), turn.tries)
         if turn.learns:
             known.learn(size, spent)
+        self._repeats, self._nodes = _REPEATS if _is_steady(turn) else 0, turn.outlook.nodes
         if turn.allowed is not None:
             turn.prospect.pay(0.0, max(0.0, known.cost.verify.at(size.rows) - turn.allowed) / turn.plain)
 
@@ -264,6 +279,20 @@ def _see(turn: Turn, count: int, ranking: Ranking, factors: list[float]) -> None
             member.see(own, prospect.first or sum(own[:FIRST]))
             if not extra:
                 prospect.see(own, not probe and len(gains) < int(turn.situation.reach), probe)
+
+
+def _is_steady(turn: Turn) -> bool:
+    """Whether the next rounds may be like this one. In a batch the requests make up for each other, and what
+    a plan of its own gains a round is less than it takes; a single one has drafts that differ.
+    """
+    return (
+        turn.kind == "draft"
+        and len(turn.members) > 1
+        and all(turn.drafts)
+        and turn.forecast >= _CLEAR
+        and turn.situation.rounds >= _KNOWN
+        and all(member.trees >= _MET for member in turn.members)
+    )
 
 
 def _expect_uncut(turn: Turn, trees: Many[Tree]) -> None:
