@@ -135,9 +135,9 @@ def test_long_contexts_are_priced_before_a_probe() -> None:
 
 
 def test_a_steady_batch_is_not_planned_anew_in_every_round() -> None:
-    """Guards the price of planning: where drafting pays for all requests of a batch, three of four rounds follow
-    the look ahead, with as many nodes for each request, nothing cut and nothing computed. A request that comes or
-    leaves ends that, and a single request gets a plan of its own in every round."""
+    """Guards the price of planning: where drafting pays for all requests of a batch, three of four rounds
+    follow the look ahead, with as many nodes for each request, nothing cut and nothing computed. A request
+    that comes or leaves ends that, and a single request gets a plan of its own in every round."""
     budget = auto(Machine(verify=COSTS["flat"]), wrong=0.0)
     members = sequences(5)
     head = Head(sure=2.0)

@@ -26,7 +26,7 @@ from jetspec.budget.members import Members
 from jetspec.budget.outlook import MOST_ROWS, Forecaster, planned_depth
 from jetspec.budget.plan import Ranking, keep, rank
 from jetspec.budget.prospect import FIRST, MOST
-from jetspec.budget.turn import MOST_REACH, TRIALS, Turn
+from jetspec.budget.turn import MOST_REACH, TRIALS, Situation, Turn
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
 
@@ -54,6 +54,7 @@ class AdaptiveBudget:
         self._undrafted = 0  # plain rounds in a row
         self._rest = 0  # of these, to come, that need no thought
         self._repeats = self._nodes = 0  # rounds to come that grow and verify so many nodes of each tree
+        self._situation = Situation(0.0)  # that of these
         self._repeated = False  # the round under way is one of them
         self._members = Members()
         self._forecaster = Forecaster(knowledge.whole_depth)
@@ -87,6 +88,7 @@ class AdaptiveBudget:
         if self._repeats and ids == self._ids:
             self._repeats, self._repeated = self._repeats - 1, True
             self.depth = None if known.whole_depth is None else min(known.whole_depth, self._nodes)
+            self._situation.undrafted += 1
             return [self._nodes] * count
         self._ids, self._repeats = ids, 0
         sampled = 2 * sum([not s.sampling.greedy for s in sequences]) > count
@@ -204,7 +206,8 @@ class AdaptiveBudget:
         known.bias(len(trees)).see(bool(size.drafts), sum(spent) / known.cost.seconds(size), turn.tries)
         if turn.learns:
             known.learn(size, spent)
-        self._repeats, self._nodes = _REPEATS if _is_steady(turn) else 0, turn.outlook.nodes
+        if _is_steady(turn):
+            self._repeats, self._nodes, self._situation = _REPEATS, turn.outlook.nodes, turn.situation
         if turn.allowed is not None:
             turn.prospect.pay(0.0, max(0.0, known.cost.verify.at(size.rows) - turn.allowed) / turn.plain)
 
