@@ -290,6 +290,7 @@ def _is_steady(turn: Turn) -> bool:
     """
     return (
         turn.kind == "draft"
+        and not turn.explores
         and len(turn.members) > 1
         and all(turn.drafts)
         and turn.forecast >= _CLEAR
