@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jetspec.budget.cost import CostModel
+from jetspec.budget.cost import CostModel, RoundSize
 from jetspec.budget.outlook import Outlook
 from jetspec.budget.prospect import CREDIT, FIRST
 from jetspec.budget.turn import TRIALS, Turn
@@ -99,11 +99,11 @@ def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
     look = turn.kind == "look"
     most, nodes = (len(order), _LOOK_NODES) if look else (batch // _PROBED, _PROBE_NODES)
     grown = LOOK_GROWN if look else PROBE_GROWN
-    base = cost.build.at(0) + cost.verify.at(batch)
+    base, size = cost.build.at(0) + cost.verify.at(batch), RoundSize.plain(turn.contexts)
 
     def loss(count: int, nodes: int) -> float:
         rows = count * nodes
-        spent = cost.draft.at(count) + cost.build.at(count * grown) + cost.further(rows, turn.contexts)
+        spent = cost.draft.at(count) + cost.build.at(count * grown) + cost.further(rows, size)
         return (spent + cost.verify.at_most(batch + rows) - base) / turn.plain
 
     count = 1
@@ -123,12 +123,12 @@ def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
 
 def _hopeful(turn: Turn, cost: CostModel) -> bool:
     """Whether drafting for all would pay if the head did some times better than lately."""
-    batch, gain = len(turn.members), 0.0
+    batch, gain, size = len(turn.members), 0.0, RoundSize.plain(turn.contexts)
     for nodes, own in enumerate(turn.prospect.gains[:FIRST], start=1):
         gain += _BETTER * turn.prospect.trust * own
         rows = batch * nodes
         seconds = cost.draft.at(batch) + cost.build.at(rows) - cost.build.at(0)
-        seconds += cost.verify.at(batch + rows) - cost.verify.at(batch) + cost.further(rows, turn.contexts)
+        seconds += cost.verify.at(batch + rows) - cost.verify.at(batch) + cost.further(rows, size)
         if gain * turn.plain >= seconds:
             return True
     return False

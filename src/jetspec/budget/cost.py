@@ -86,9 +86,9 @@ class CostModel:
             + self.row_context * size.row_context
         )
 
-    def further(self, rows: int, contexts: Many[int]) -> float:
-        """What the contexts of so many drafted rows add, of sequences with so many committed tokens."""
-        return self.row_context * rows * sum(contexts) / len(contexts)
+    def further(self, rows: int, size: RoundSize) -> float:
+        """What the contexts of so many drafted rows add to a round of that size, spread evenly."""
+        return self.row_context * rows * size.context / size.sequences
 
     def parts(self, size: RoundSize) -> Spent:
         """Seconds by phase, at the pace at which the curves were measured."""

@@ -93,7 +93,7 @@ def look_ahead(
     span = most * (len(total) - 1)
     draft = cost.draft.hoped(0, most) if hope else cost.draft.along(0, most)
     verify = cost.verify.hoped(batch, span) if hope else cost.verify.along(batch, span)
-    further = cost.row_context * size.context / batch
+    further = cost.further(1, size)
     base = plain - cost.verify.at(batch) - cost.build.at(0)
     best, highest, weight = NOTHING, 0.0, 0.0
     for drafts, own in enumerate(weights, start=1):

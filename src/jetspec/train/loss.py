@@ -35,7 +35,8 @@ Pairs: TypeAlias = Many[tuple[Tensor, Tensor]]
 
 class LossResult(NamedTuple):
     """loss: weighted mean over rows; per_row [R]: the loss of each row; agree [R]: same top token in both
-    laws; overlap [R]: sum_v min(p, q) = 1 - TV at temperature 1, NaN where it was not asked for.
+    laws; overlap [R]: sum_v min(p, q) = 1 - TV at temperature 1; where it was not asked for
+    it may be NaN.
 
     `fused_loss` leaves rows of weight 0 out: their per_row and overlap are 0 and agree is False.
     """
