@@ -40,6 +40,16 @@ def test_no_held_out_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "step 6, 1.5 min: tau chain-7 1.25"
 
 
+def test_what_the_head_has_seen_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the advice at the end: tau on answers of the training must not read like held-out tau."""
+    with Watch() as watch:
+        seen = Validation({"chain-7": 1.25}, [0.25], {"chain-7": 2.5})
+        watch(Report(6, 6, 90.0, float("nan"), [], [], 0.0, seen))
+    held_out, training = capsys.readouterr().err.splitlines()[-2:]
+    assert held_out == "step 6, 1.5 min: tau chain-7 1.25"
+    assert training.startswith("  on answers of the training: tau chain-7 2.50;")
+
+
 def bar_line(watch: Watch, width: int) -> str:
     """The bar of a watch as a terminal of some width shows it."""
     paper = io.StringIO()

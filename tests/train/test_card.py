@@ -69,7 +69,7 @@ def test_smoothing_is_said(
 def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     """Guards the card: target, method, command, data, loss, options, licence, and tau against time."""
     write_log(tmp_path / "log.jsonl")
-    manifest = {
+    manifest: dict[str, Any] = {
         "method": "dspark",
         "target": {"name": "my-target", "tokenizer_hash": "a" * 64, "template_hash": "b" * 64},
         "data": {"answers": 40, "answer_tokens": 4321, "held_out": 2},
@@ -95,6 +95,10 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     ):
         assert part in text, part
     assert json.dumps(TAU) not in text
+    assert "answers of the training" not in text  # heads from before it was measured
+    manifest["validation"] = {"tau": TAU, "seen": {"chain-16": 2.25, "best-first-16": 3.0}}
+    text = card(manifest, read_log(tmp_path / "log.jsonl"))
+    assert "| 3.0 | 2.00 | 2.50 |\n| on answers of the training | 2.25 | 3.00 |\n" in text
     del manifest["validation"]
     assert "Not validated" in card(manifest, [])
 

@@ -19,10 +19,14 @@ from jetspec.target.target import Target
 from jetspec.train import block as block_module
 from jetspec.train import loop as loop_module
 from jetspec.train.block import BlockMethod
+from jetspec.train.checkpoint import load_checkpoint
 from jetspec.train.data import Corpus, batches_at
 from jetspec.train.features import shard_paths
+from jetspec.train.log import read_log
 from jetspec.train.loop import LoopOptions, Report, train
 from jetspec.train.model import HeadModule, initialise
+from jetspec.train.optim import make_optimizer
+from jetspec.train.validate import SETTINGS
 from jetspec.train.weighting import LossOptions
 from tests.draft.tiny import TAPS, random_head, tiny_answers, tiny_target
 
@@ -294,6 +298,23 @@ def test_a_finished_run_can_be_given_again(target: Target, corpus: Corpus, tmp_p
     assert (tmp_path / "curves.png").exists() and "8 steps" in (tmp_path / "head" / "README.md").read_text()
     for name, tensor in head.weights.items():
         assert torch.equal(tensor, first.weight(name).detach().half())
+
+
+def test_the_end_tells_what_was_learnt_by_heart(target: Target, tmp_path: Path) -> None:
+    """Guards the tau on answers of the training: of other answers than the held-out ones, as many, at the end
+    only, and in manifest, log and card."""
+    corpus = tiny_answers(target, tmp_path / "answers")
+    options = replace(OPTIONS, steps=3, validate_minutes=1e-9, validate_answers=2)
+    run(target, corpus, tmp_path / "run", options)
+    method = BlockMethod(new_module(target), target, corpus.frequent_ids(60, 200), LossOptions())
+    load_checkpoint(tmp_path / "run", method.module, make_optimizer(method.module, "adamw", 1.0, (0.9, 0.95)))
+    count = len(corpus.training)
+    expected = method.validation(corpus, [corpus.training[0], corpus.training[count // 2]], SETTINGS).tau
+    found = load_head(tmp_path / "run" / "head").manifest["validation"]
+    assert found["seen"] == expected != found["tau"]
+    logged = [line["validation"]["seen"] for line in read_log(tmp_path / "run" / "log.jsonl")]
+    assert logged == [{}, {}, {}, expected]
+    assert "on answers of the training" in (tmp_path / "run" / "head" / "README.md").read_text()
 
 
 def test_others_may_read_what_a_run_leaves(target: Target, tmp_path: Path) -> None:

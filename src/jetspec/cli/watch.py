@@ -59,6 +59,11 @@ class Watch:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
             found = f"tau {taus}" if taus else f"no tau, as {_NO_TAU}"
             self.say(f"step {report.step}, {report.seconds / 60:.1f} min: {found}")
+            if seen := report.validation.seen:
+                taus = ", ".join(f"{name} {tau:.2f}" for name, tau in seen.items())
+                self.say(
+                    f"  on answers of the training: tau {taus}; if that is far more, new answers help most"
+                )
 
     def say(self, text: str) -> None:
         """A line beside the bar."""

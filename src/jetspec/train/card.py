@@ -102,6 +102,19 @@ def _reached(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> list
         f"| minutes | {' | '.join(final)} |",
         f"|---|{'---|' * len(final)}",
         *(f"| {' | '.join(row)} |" for row in rows),
+        *_seen(manifest["validation"].get("seen"), final),
+    ]
+
+
+def _seen(seen: Mapping[str, float] | None, final: Mapping[str, float]) -> list[str]:
+    """What the head reaches on answers that it was trained on; nothing of a head that was not asked."""
+    if not seen:
+        return []
+    return [
+        f"| on answers of the training | {' | '.join(_taus(seen, final))} |",
+        "",
+        "The last line is the head at the end on as many greedy answers that it was trained on. What it is "
+        "above the line before is what new answers could give; more steps on the same ones would not.",
     ]
 
 

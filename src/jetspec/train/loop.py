@@ -30,6 +30,7 @@ from jetspec.train.log import append_log, read_log, trim_log
 from jetspec.train.loop_options import LoopOptions
 from jetspec.train.method import StepSums, TrainingMethod
 from jetspec.train.optim import make_optimizer
+from jetspec.train.same_run import check_same_run
 from jetspec.train.validate import SETTINGS, Validation
 
 __all__ = ["LoopOptions", "Paused", "Report", "train"]
@@ -162,29 +163,7 @@ class _Run:
             trim_log(self._log_path, step)
         if state is None:
             return
-        wanted = json.loads(json.dumps(asdict(self.options)))
-        different = [
-            key
-            for key, value in wanted.items()
-            if state["options"].get(key) != value
-            and not key.startswith(("validate", "checkpoint", "minutes", "steps", "epochs"))
-        ]
-        if different:
-            raise DataError(
-                f"{self.folder} holds a run with other options ({', '.join(different)}); "
-                "use another folder or delete it"
-            )
-        if state.get("run", self._identity()) != self._identity():
-            raise DataError(
-                f"{self.folder} holds a run with another head, draft vocabulary or other answers; "
-                "use another folder or delete it"
-            )
-        products = state.get("products"), self.manifest.get("products")  # older runs did not keep them
-        if None not in products and products[0] != products[1]:
-            raise DataError(
-                f"{self.folder} holds a run with products in {products[0]}, not {products[1]}; give "
-                f"--products {products[0]}, or use another folder"
-            )
+        check_same_run(self.folder, state, self.options, self._identity(), self.manifest.get("products"))
         self.step, self.seconds = state["step"], state["seconds"]
         self.steps = self._length()
         if self.steps is None and state["steps"] is not None:
@@ -306,17 +285,27 @@ class _Run:
             reveal=getattr(self.method, "reveal", 0.0),  # block heads only
         )
 
-    def validation(self) -> Validation | None:
+    def validation(self, *, seen: bool = False) -> Validation | None:
         """tau on held-out answers that were made greedily, an empty one if there are none; None in all
         processes but the first.
+
+        seen: walk as many answers of the training, too.
         """
-        greedy = [entry for entry in self.corpus.held_out if entry.temperature == 0.0]
+        count, corpus = self.options.validate_answers, self.corpus
+        held_out, training = (
+            [entry for entry in entries if entry.temperature == 0.0]
+            for entries in (corpus.held_out, corpus.training)
+        )
         with self.learner.whole():
             if not self.processes.first:
                 return None
-            if not greedy:  # 1.00, the mean of nothing, would read like a head that is never right
+            if not held_out:  # 1.00, the mean of nothing, would read like a head that is never right
                 return Validation()
-            return self.method.validation(self.corpus, greedy[: self.options.validate_answers], SETTINGS)
+            found = self.method.validation(corpus, held_out[:count], SETTINGS)
+            if seen and training:
+                spread = training[:: max(1, len(training) // count)][:count]  # some of every folder
+                found.seen = self.method.validation(corpus, spread, SETTINGS).tau
+            return found
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
@@ -338,7 +327,7 @@ class _Run:
     def finish(self) -> Path:
         """Save checkpoint and head; the manifest says how long it was trained and what it reached."""
         self.save()
-        validation = self.validation()
+        validation = self.validation(seen=True)
         with self.learner.whole():
             if validation is not None:
                 self._write_head(validation)
@@ -356,7 +345,7 @@ class _Run:
             "training_seconds": round(self.seconds, 1),
             "supervised_blocks": self.step * self.options.answers * self.options.anchors,
             "options": json.loads(json.dumps(asdict(self.options))),
-            "validation": {"tau": validation.tau, "survival": validation.survival},
+            "validation": asdict(validation),
         }
         self.method.save(self.folder / "head", manifest)
         write_card(self.folder / "head", manifest, self._log_path)

@@ -34,11 +34,15 @@ _BATCH = 16  # answers that a drafter follows at once
 @dataclass
 class Validation:
     """tau by (builder, budget), and the share of rounds that accepted at least k tokens, k = 1.. (largest
-    best-first budget).
+    best-first budget), on held-out answers.
+
+    seen: tau on as many answers that the head was trained on, where that was asked for. How far it lies above
+    `tau` is what new answers have to give; more steps on the same ones cannot.
     """
 
     tau: dict[str, float] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
+    seen: dict[str, float] = field(default_factory=dict)
 
 
 class Tally:
