@@ -38,9 +38,10 @@ def _clean(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     # Clients send "name": null and the like; templates test whether a key is there, or would print "None".
     cleaned = {key: value for key, value in message.items() if value is not None}
     content = cleaned.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") if part.get("type") == "text" else None for part in content]
-        if all(isinstance(text, str) for text in texts):
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
             cleaned["content"] = "".join(texts)
     for key in ("role", "content"):
         if key == "content" and key not in cleaned and "tool_calls" in cleaned:
