@@ -77,11 +77,13 @@ class Finished:
         return values
 
 
-def jetspec(*arguments: object, stdin: bytes = b"") -> Finished:
-    """Run `jetspec` with these arguments in this process; neither stream is a terminal."""
+def jetspec(*arguments: object, stdin: bytes | None = b"") -> Finished:
+    """Run `jetspec` with these arguments in this process; no stream is a terminal, and without bytes for it
+    standard input is closed.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
     stdin_before, threads = sys.stdin, torch.get_num_threads()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
+    sys.stdin = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([str(argument) for argument in arguments])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -115,21 +116,47 @@ def test_tokens_that_always_end_inside_a_character(unit: list[bytes], start: byt
     assert longest <= 200
 
 
-@given(st.text(st.sampled_from("ab €é😀"), max_size=30))
-@settings(max_examples=200, deadline=None)
-def test_sentencepiece_decoder_of_the_tokenizers_library(text: str) -> None:
-    """Guards against a toy decoder that differs from real ones: Llama's, with byte fallback and strip."""
+def run_llama(text: bytes) -> list[str]:
+    """The pieces of a text behind Llama's decoder of the tokenizers library, with byte fallback and strip:
+    ASCII characters are words, other bytes are written as bytes."""
     from tokenizers import decoders
 
     decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    pieces: list[str] = []
-    for char in " " + text:
-        pieces += [char.replace(" ", "▁")] if char in "ab " else [f"<0x{byte:02X}>" for byte in char.encode()]
-    streamed = run(lambda ids: decoder.decode([pieces[i] for i in ids]), list(range(len(pieces))))
+    pieces = ["▁", *(chr(byte).replace(" ", "▁") if byte < 128 else f"<0x{byte:02X}>" for byte in text)]
+    return run(lambda ids: decoder.decode([pieces[i] for i in ids]), list(range(len(pieces))))
+
+
+@given(st.text(st.sampled_from("ab €é😀"), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_sentencepiece_decoder_of_the_tokenizers_library(text: str) -> None:
+    """Guards against a toy decoder that differs from real ones."""
+    streamed = run_llama(text.encode())
     assert "".join(streamed) == text
     assert not any("\ufffd" in piece for piece in streamed)
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"a", b" b", "é".encode(), "😀".encode(), b"\x80", b"\xf0", b"\xc3"]), max_size=15
+    ).map(b"".join)
+)
+@example("hi😀".encode() + b"\xf0")
+@example("😀😀😀".encode() + b"\xf0a")
+@example("😀".encode() + b"\xf0 b" + "😀é".encode())
+@settings(max_examples=300, deadline=None)
+def test_wrong_bytes_behind_whole_characters(text: bytes) -> None:
+    """Guards characters that were shown, all of whose bytes came once more as marks: the decoder turns a run
+    of bytes into marks as a whole if one of them is wrong. Of each run the characters before the first wrong
+    byte are out by then, and the others are one mark each."""
+    expected = ""
+    for run_of_bytes in re.findall(rb"[\x80-\xff]+|[\x00-\x7f]+", text):
+        good = run_of_bytes.decode(errors="ignore").encode()
+        while not run_of_bytes.startswith(good):
+            good = good.decode()[:-1].encode()
+        expected += good.decode() + "\ufffd" * (len(run_of_bytes) - len(good))
+    assert "".join(run_llama(text)) == expected
 
 
 def test_text_is_shown_at_once() -> None:

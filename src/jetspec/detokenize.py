@@ -20,25 +20,29 @@ class Detokenizer:
 
     The pieces, with `flush()` last, join to exactly `decode(all ids)`, for every decoder in which more ids
     only add text or replace trailing U+FFFD marks. Byte-level and SentencePiece decoders are like that, also
-    where they strip the leading space of what they are given. Decoders that rewrite earlier text are not:
-    switch "clean up tokenization spaces" off. A character has to become whole within 16 ids.
+    where they strip the leading space of what they are given. A character has to become whole within 16 ids.
+
+    Other decoders rewrite earlier text, which is out and stays as it was. SentencePiece's byte fallback turns
+    a whole run of bytes into marks, one for each, if one of them is wrong: the characters shown stay, and the
+    bytes behind them become marks, as many as there are; only behind 64 wrong bytes in a row may whole
+    characters show again, which the decoder would turn into marks. Switch "clean up tokenization spaces" off.
 
     Each id is decoded together with a short context (the ids of the last piece that had visible text), and
     the text of the context is taken off again. So a stripped leading space is stripped from the context,
-    never from the new piece.
+    never from the new piece. Where the decoder rewrites the context, the new ids are decoded alone.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._context: list[int] = []  # ids whose text is out; they only stand in front of the pending ones
-        self._base = 0  # characters of decode(context)
+        self._before = ""  # decode(context)
         self._pending: list[int] = []  # ids since then
         self._shown = 0  # characters of decode(context + pending) that are out, the context's included
 
     def push(self, token: int) -> str:
         """Take one id and return the text that is now certain, often "" in the middle of a character."""
         self._pending.append(token)
-        text = self._decode(self._context + self._pending)
+        text = self._text()
         stable = text.rstrip(REPLACEMENT)
         piece = stable[self._shown :]
         self._shown = max(self._shown, len(stable))
@@ -50,21 +54,26 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what is left at the end, an incomplete character as U+FFFD; then start afresh."""
-        piece = self._decode(self._context + self._pending)[self._shown :]
-        self._context, self._pending, self._base, self._shown = [], [], 0, 0
+        piece = self._text()[self._shown :]
+        self._context, self._pending, self._before, self._shown = [], [], "", 0
         return piece
 
+    def _text(self) -> str:
+        """decode(context + pending), with the context's text as it was shown."""
+        text = self._decode(self._context + self._pending)
+        return text if text.startswith(self._before) else self._before + self._decode(self._pending)
+
     def _settle(self, text: str) -> None:
-        """All text of the pending ids is out; `text` is decode(context + pending)."""
+        """All of `text`, that of context and pending ids, is out."""
         done, self._pending = self._pending, []
-        if text[self._base :].strip():
+        if text[len(self._before) :].strip():
             self._context = done
-        elif self._base == 0:
+        elif not self._before:
             self._context = (self._context + done)[-_MAX_PENDING:]
         # Otherwise the older context stays and these ids are forgotten: ids without visible text (special ids
         # that are skipped, lone spaces) may vanish at the front of a decode and cannot shield what follows.
-        self._base = len(self._decode(self._context))
-        self._shown = self._base
+        self._before = self._decode(self._context)
+        self._shown = len(self._before)
 
     def _shorten(self, text: str) -> str:
         """Go on with the last pending ids only, and return text that became certain by that.
@@ -73,7 +82,7 @@ class Detokenizer:
         harm: counted from the end the two texts agree, except where `text` has a whole character, and what is
         whole is out already. Marks older than the remaining ids are final.
         """
-        self._context, self._base, self._pending = [], 0, self._pending[-_WINDOW:]
+        self._context, self._before, self._pending = [], "", self._pending[-_WINDOW:]
         window = self._decode(self._pending)
         open_from = max(self._shown, len(text) - len(window))
         piece = text[self._shown : open_from]

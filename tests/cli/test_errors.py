@@ -85,6 +85,12 @@ def test_an_empty_prompt_is_refused_before_loading(text: str) -> None:
     assert "the prompt is empty" in jetspec("--model", "nowhere", stdin=text.encode()).error
 
 
+@pytest.mark.parametrize("given", [["-"], []])
+def test_a_closed_standard_input_is_one_line(given: list[str]) -> None:
+    """Guards `jetspec generate - <&-`, which ended in a traceback: there is no standard input to read."""
+    assert "there is no prompt" in jetspec("generate", *given, "--model", "nowhere", stdin=None).error
+
+
 def test_an_unknown_model_is_one_line() -> None:
     """Guards the most frequent typo of all."""
     assert "model 'nowhere' was not found; valid: smollm2-135m" in jetspec("Hi", "--model", "nowhere").error

@@ -98,6 +98,27 @@ def test_same_text_as_one_by_one(calls: list[int], drafter: Callable[[Target], A
     assert max(calls) == 3 if drafter is None else len(calls) > 0
 
 
+def test_a_slot_is_handed_on_clean(calls: list[int]) -> None:
+    """Guards a request against what another left in its slot: rows that were not numbers, behind its own and
+    seen with weight 0, made it all NaN. The first request is the longest, so those rows are read."""
+    target = shared_target()
+    engine = pooled_engine(target, budget=0, max_batch=2)
+    assert isinstance(engine.cache, PooledCache)
+    prompts = sorted(PROMPTS, key=len)
+    longest = engine.add(prompts[-1] * 2, None, Limits(max_tokens=20))
+    broken = engine.add(prompts[0], None, Limits(max_tokens=20))
+    engine.step()
+    slot = engine.cache.slot(broken.id)
+    engine.cache.block(broken.id).fill_(float("nan"))
+    engine.abort(broken)
+    after = engine.add(prompts[0], None, Limits(max_tokens=9))
+    calls.clear()
+    for _ in engine.run([longest, after]):
+        assert after.finished is not None or engine.cache.slot(after.id) == slot
+    assert tuple(after.emitted) == plain(tuple(prompts[0]), "greedy", 9)
+    assert max(calls) == 2
+
+
 def test_windows_and_growth(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards sliding windows, a pool that grows while sequences are in it, and sequences that outgrow it
     beside others that do not."""

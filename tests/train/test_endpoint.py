@@ -176,6 +176,36 @@ def test_a_vanished_endpoint_keeps_the_answers(tmp_path: Path) -> None:
     assert len(asked) == 14 and answers(tmp_path).items() > kept.items()
 
 
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("fault", [httpx.RemoteProtocolError, httpx.ReadError, httpx.ReadTimeout])
+def test_a_prompt_that_breaks_the_connection_is_counted(
+    tmp_path: Path, fault: type[httpx.TransportError], concurrency: int
+) -> None:
+    """Guards the other prompts: one at which the server hangs up ended the run as if nobody were there any
+    more, and each further run, in which it was asked first again."""
+
+    def server(request: httpx.Request) -> httpx.Response:
+        if json.loads(request.content)["messages"][0] == PROMPTS[2].messages[0]:
+            raise fault("Server disconnected without sending a response.")
+        return echo(request)
+
+    progress = ask(tmp_path, server, concurrency=concurrency)
+    assert (progress.answered, progress.failed) == (23, 1)
+
+
+def test_lost_connections_alone_end_the_run(tmp_path: Path) -> None:
+    """Guards against asking every prompt of a server that takes connections and answers none."""
+    calls: list[int] = []
+
+    def server(request: httpx.Request) -> httpx.Response:
+        calls.append(1)
+        raise httpx.RemoteProtocolError("hung up")
+
+    with pytest.raises(EndpointError, match="failed 10 times in a row: hung up"):
+        ask(tmp_path, server)
+    assert len(calls) <= 3 * 14
+
+
 def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
     """Guards a wrong port, over the real network stack."""
     nowhere = Endpoint("http://127.0.0.1:9", "m", tries=2, pause=0.001)

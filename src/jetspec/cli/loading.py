@@ -79,7 +79,9 @@ def read_prompt(prompt: str | None, raw: bool) -> str:
     """
     from jetspec.config import check_text
 
-    if prompt == "-" or (prompt is None and sys.stdin is not None and not sys.stdin.isatty()):
+    if sys.stdin is None:  # closed by the shell
+        prompt = None if prompt == "-" else prompt
+    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:

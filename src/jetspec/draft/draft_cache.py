@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jetspec.target.attention import Visibility
-from jetspec.target.cache import GROWTH_ROWS, KVCache
+from jetspec.target.cache import KVCache
 from jetspec.target.plan import Plan, Segment
 
 
@@ -19,12 +19,7 @@ class DraftCache(KVCache):
         """Make room for `count` rows behind all others; returns how many drafted rows were there before."""
         block = self._blocks[key]
         drafted = block.pending
-        used = block.length + drafted
-        capacity = block.rows.shape[3]
-        if used + count > capacity:
-            grown = self._empty(max(used + count, capacity + GROWTH_ROWS, capacity * 3 // 2))
-            grown[:, :, :, :used] = block.rows[:, :, :, :used]
-            block.rows = grown
+        self._reserve(block, block.length + drafted, count)
         block.pending = drafted + count
         return drafted
 

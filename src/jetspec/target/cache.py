@@ -71,12 +71,7 @@ class KVCache:
     def extend(self, key: int, count: int) -> int:
         """Make room for `count` rows behind the committed ones; returns the slot of the first."""
         block = self._blocks[key]
-        needed = block.length + count
-        capacity = block.rows.shape[3]
-        if needed > capacity:
-            grown = self._empty(max(needed, capacity + GROWTH_ROWS, capacity * 3 // 2))
-            grown[:, :, :, : block.length] = block.rows[:, :, :, : block.length]
-            block.rows = grown
+        self._reserve(block, block.length, count)
         block.pending = count
         return block.length
 
@@ -117,6 +112,14 @@ class KVCache:
     def bytes(self) -> int:
         """Memory held by all sequences, in bytes."""
         return sum(block.rows.numel() * block.rows.element_size() for block in self._blocks.values())
+
+    def _reserve(self, block: _Block, used: int, count: int) -> None:
+        """Make room for `count` rows behind the `used` first ones, which are kept."""
+        capacity = block.rows.shape[3]
+        if used + count > capacity:
+            grown = self._empty(max(used + count, capacity + GROWTH_ROWS, capacity * 3 // 2))
+            grown[:, :, :, :used] = block.rows[:, :, :, :used]
+            block.rows = grown
 
     def _empty(self, capacity: int) -> Tensor:
         shape = (self.layers, 2, self.kv_heads, capacity, self.head_dim)

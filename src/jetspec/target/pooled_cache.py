@@ -80,9 +80,13 @@ class PooledCache(KVCache):
         return (own + self.pool.numel()) * self.pool.element_size()
 
     def _give_back(self, key: int) -> None:
-        self._free.append(self._slots.pop(key))
+        slot = self._slots.pop(key)
         if not self._slots:
             self.pool, self._free = self._pool_of(0, GROWTH_ROWS), []
+            return
+        # Rows behind a sequence's own are attended with weight 0, and 0 * NaN is NaN. One launch per request.
+        self.pool[slot].zero_()
+        self._free.append(slot)
 
     def _resize(self, slots: int, rows: int) -> None:
         old = self.pool

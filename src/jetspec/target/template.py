@@ -20,17 +20,38 @@ from jetspec.errors import ModelError, PromptError
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The text that the template makes of the messages.
 
-    variables: everything else the template sees (special tokens, add_generation_prompt, tools, …).
-    Raises ModelError if the template itself is broken and PromptError if it refuses these messages.
+    variables: everything else the template sees (special tokens, add_generation_prompt, …).
+    Raises ModelError if the template itself is broken and PromptError if a message has no text or the
+    template refuses these messages.
     """
     compiled = _compile(template)
-    # Clients send "content": null and the like; templates test whether a key is there, or would print "None".
-    cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    cleaned = [_clean(message, number) for number, message in enumerate(messages, 1)]
     try:
         return compiled.render(messages=cleaned, **variables)
     except Exception as error:  # a template is a program: it can divide by zero, or call itself without end
         reason = " ".join(str(error).split())
         raise PromptError(f"the target's chat template refuses these messages: {reason}") from error
+
+
+def _clean(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message as templates expect it: role and content are texts, parts of a content joined."""
+    # Clients send "name": null and the like; templates test whether a key is there, or would print "None".
+    cleaned = {key: value for key, value in message.items() if value is not None}
+    content = cleaned.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
+            cleaned["content"] = "".join(texts)
+    for key in ("role", "content"):
+        if key == "content" and key not in cleaned and "tool_calls" in cleaned:
+            continue  # an assistant's message may hold calls alone
+        if not isinstance(cleaned.get(key), str):
+            raise PromptError(
+                f"message {number} has no {key} that is a text; a message is "
+                '{"role": ..., "content": ...}, its content a text or a list of {"type": "text", "text": ...}'
+            )
+    return cleaned
 
 
 @lru_cache(maxsize=8)

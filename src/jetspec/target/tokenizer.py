@@ -71,28 +71,18 @@ class Tokenizer:
         """The id of one token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        thinking: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None) -> list[int]:
         """Token ids of a conversation, ending where the assistant's next answer begins.
 
-        messages: dictionaries with "role" and "content".
+        messages: dictionaries with "role" and "content"; a content is a text or a list of text parts,
+        {"type": "text", "text": ...}.
         thinking: the template's `enable_thinking`; None leaves the template's default.
-        Raises PromptError if there is no template, no message, or the template refuses the messages.
+        Raises PromptError if there is no template, no message, a message without a text, or the template
+        refuses the messages.
         """
-        return self._encode(self.render(messages, thinking=thinking, tools=tools), special=False)
+        return self._encode(self.render(messages, thinking=thinking), special=False)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        thinking: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None) -> str:
         """The text behind `chat`; the template writes its own special tokens."""
         from jetspec.target.template import render_chat
 
@@ -106,7 +96,7 @@ class Tokenizer:
         variables: dict[str, Any] = {
             **self._special,
             "add_generation_prompt": True,
-            "tools": tools,
+            "tools": None,
             "documents": None,
         }
         if thinking is not None:

@@ -243,13 +243,13 @@ class _Run:
                 response = await asyncio.wait_for(asked_for, endpoint.timeout)
             except httpx.InvalidURL as error:
                 raise OptionError(f"--endpoint is {endpoint.url!r}: {error}") from None
-            except (httpx.ReadTimeout, httpx.WriteTimeout, TimeoutError):
-                problem, gone = f"no answer within {endpoint.timeout:g} s", False
-                continue
-            except httpx.TransportError as error:
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 problem, gone = str(error) or type(error).__name__, True
                 continue
-            except httpx.RequestError as error:  # such as a body that is not compressed as it says
+            except (httpx.TimeoutException, TimeoutError):
+                problem, gone = f"no answer within {endpoint.timeout:g} s", False
+                continue
+            except httpx.RequestError as error:  # a lost connection, or a body not compressed as it says
                 problem, gone = str(error) or type(error).__name__, False
                 continue
             if response.status_code in _TEMPORARY:
