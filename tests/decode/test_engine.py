@@ -139,6 +139,27 @@ def test_a_request_without_memory_still_waits(monkeypatch: pytest.MonkeyPatch) -
     assert engine.cache.bytes == 0
 
 
+@pytest.mark.parametrize("failure", [MemoryError, RuntimeError])
+def test_a_request_without_memory_does_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    """Guards running requests when the next one finds no memory: every step failed before its round, and
+    `run` aborted them all. It waits until one of them has left; torch raises a RuntimeError of its own."""
+    engine = Engine(shared_target(), Echo(shared_target()))
+    add, tried = engine.cache.add, list[int]()
+
+    def narrow(key: int, capacity: int) -> None:
+        tried.append(key)
+        if engine.cache.keys():
+            raise failure("no memory left")
+        add(key, capacity)
+
+    monkeypatch.setattr(engine.cache, "add", narrow)
+    sequences = engine.generate(PROMPTS, limits=Limits(max_tokens=LENGTH))
+    assert [tuple(s.emitted) for s in sequences] == [plain(tuple(p), "greedy") for p in PROMPTS]
+    assert len(tried) <= 2 * len(PROMPTS), "asked again in every round, which costs a GPU its spare blocks"
+
+
 @pytest.mark.parametrize("grow", GROW)
 def test_joining_and_leaving(grow: str) -> None:
     """Guards continuous batching (PedroDelano/jetspec: wrong answers with more than one sequence):

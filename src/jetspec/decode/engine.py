@@ -72,6 +72,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._full = False  # no memory for the next one until somebody leaves
 
     def add(
         self, prompt: Many[int], sampling: Sampling | None = None, limits: Limits | None = None
@@ -104,7 +105,13 @@ class Engine:
         return bool(self._waiting or self._prefilling or self._running)
 
     def step(self) -> list[Outcome]:
-        """Admit, prefill one chunk, and decode one round of all sequences that are ready."""
+        """Admit, prefill one chunk, and decode one round of all sequences that are ready.
+
+        A request for which no memory is left waits until others have left.
+
+        Raises:
+            MemoryError, or torch's RuntimeError: not even a request alone finds memory; it still waits.
+        """
         self._admit()
         if self._prefilling:
             self._prefill()
@@ -161,10 +168,17 @@ class Engine:
             self._prefill()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
+        while self._waiting and not self._full and len(self._prefilling) + len(self._running) < self.max_batch:
             sequence = self._waiting[0]
             # Before it leaves the queue: where no memory is left for it, it still waits and can be aborted.
-            self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
+            capacity = min(len(sequence.tokens) + 64, sequence.limits.max_context)
+            try:
+                self.cache.add(sequence.id, capacity)
+            except (MemoryError, RuntimeError):  # torch's own; on a CPU it has no class of its own
+                if not self._prefilling and not self._running:
+                    raise
+                self._full = True
+                break
             self._prefilling.append(self._waiting.popleft())
 
     def _prefill(self) -> None:
@@ -198,6 +212,7 @@ class Engine:
         self._running.extend(ready)
 
     def _release(self, sequence: Sequence) -> None:
+        self._full = False
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         for group in (self._prefilling, self._running):
