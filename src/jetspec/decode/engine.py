@@ -15,11 +15,12 @@ from operator import index
 
 from jetspec.budget.base import Budget
 from jetspec.budget.choose import AUTO, BudgetOption, make_budget
-from jetspec.decode.round import Outcome, Walker, decode_round, observed
+from jetspec.budget.fixed import FixedBudget
+from jetspec.decode.round import Outcome, Walker, check_roots, decode_round, observed
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import HeadError, ModelError, OptionError, PromptError
 from jetspec.sampling import Sampling, check_bias
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk
@@ -111,22 +112,22 @@ class Engine:
 
         Raises:
             MemoryError, or torch's RuntimeError: not even a request alone finds memory; it still waits.
+            ModelError: the target's logits are not finite for some requests, the error's `sequences`. They
+            have been aborted. The others are as they were before: step again, and they go on.
+            HeadError: the draft head returned NaN.
         """
         self._admit()
         if self._prefilling:
             self._prefill()
         if not self._running:
             return []
-        outcomes = decode_round(
-            self._running,
-            self.target,
-            self.drafter,
-            self.grow,
-            self.budget,
-            self.cache,
-            self.stats,
-            self.walker,
-        )
+        try:
+            outcomes = self._round(self.budget)
+        except (HeadError, ModelError) as error:
+            self._abort_sick()
+            if isinstance(error, HeadError):
+                raise
+            outcomes = self._round(FixedBudget(0))  # the fault was on a drafted path; the text may avoid it
         for outcome in outcomes:
             if outcome.sequence.finished is not None:
                 self._release(outcome.sequence)
@@ -167,8 +168,24 @@ class Engine:
         while self._prefilling:
             self._prefill()
 
+    def _round(self, budget: Budget) -> list[Outcome]:
+        return decode_round(
+            self._running, self.target, self.drafter, self.grow, budget, self.cache, self.stats, self.walker
+        )
+
+    def _abort_sick(self) -> None:
+        """Abort requests that cannot go on even without a draft. Raises ModelError if there are any."""
+        try:
+            check_roots(self._running, self.target, self.cache)
+        except ModelError as error:
+            for sequence in error.sequences:
+                self.abort(sequence)
+            raise
+
     def _admit(self) -> None:
-        while self._waiting and not self._full and len(self._prefilling) + len(self._running) < self.max_batch:
+        while (
+            self._waiting and not self._full and len(self._prefilling) + len(self._running) < self.max_batch
+        ):
             sequence = self._waiting[0]
             # Before it leaves the queue: where no memory is left for it, it still waits and can be aborted.
             capacity = min(len(sequence.tokens) + 64, sequence.limits.max_context)
