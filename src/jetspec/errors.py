@@ -18,6 +18,9 @@ any. Violations of our own invariants are `assert`s, not exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class JetSpecError(Exception):
     """Base of all exceptions that jetspec raises on purpose."""
@@ -36,7 +39,14 @@ class PromptError(UserError):
 
 
 class ModelError(UserError):
-    """The target model cannot be found, read or decoded."""
+    """The target model cannot be found, read or decoded.
+
+    `sequences` are the requests of an engine that it could not decode; () where it is about no request.
+    """
+
+    def __init__(self, message: str, sequences: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.sequences = tuple(sequences)
 
 
 class HeadError(UserError):

@@ -5,14 +5,18 @@ All of it on stub drafters in float64; see `test_lossless.py` for why.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from torch import Tensor
 
 from jetspec.decode.engine import Engine
 from jetspec.draft.stubs import Decoy, Echo, Random
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import ModelError, OptionError, PromptError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
+from jetspec.target.target import Target
 from jetspec.tree import GROW
 from tests.decode.tiny import (
     LENGTH,
@@ -25,6 +29,7 @@ from tests.decode.tiny import (
     steps,
     tiny_target,
 )
+from tests.target.test_pooled_cache import pooled_engine
 
 
 @pytest.mark.parametrize("stub", ["echo", "decoy"])
@@ -137,6 +142,27 @@ def test_a_request_without_memory_still_waits(monkeypatch: pytest.MonkeyPatch) -
         pass
     assert tuple(first.emitted) == plain(tuple(PROMPTS[0]), "greedy")
     assert engine.cache.bytes == 0
+
+
+@pytest.mark.parametrize("failure", [MemoryError, RuntimeError])
+def test_a_request_without_memory_does_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    """Guards running requests when the next one finds no memory: every step failed before its round, and
+    `run` aborted them all. It waits until one of them has left; torch raises a RuntimeError of its own."""
+    engine = Engine(shared_target(), Echo(shared_target()))
+    add, tried = engine.cache.add, list[int]()
+
+    def narrow(key: int, capacity: int) -> None:
+        tried.append(key)
+        if engine.cache.keys():
+            raise failure("no memory left")
+        add(key, capacity)
+
+    monkeypatch.setattr(engine.cache, "add", narrow)
+    sequences = engine.generate(PROMPTS, limits=Limits(max_tokens=LENGTH))
+    assert [tuple(s.emitted) for s in sequences] == [plain(tuple(p), "greedy") for p in PROMPTS]
+    assert len(tried) <= 2 * len(PROMPTS), "asked again in every round, which costs a GPU its spare blocks"
 
 
 @pytest.mark.parametrize("grow", GROW)
@@ -313,3 +339,50 @@ def test_a_bad_request_is_refused_before_it_joins_the_others() -> None:
             engine.add(prompt)  # type: ignore[arg-type]
     list(engine.run([good]))
     assert tuple(good.emitted) == plain(tuple(PROMPTS[0]), "greedy")
+
+
+SICK = VOCAB - 1  # the id whose embedding is damaged
+HEALTHY = Sampling(logit_bias={SICK: -1e9})
+
+
+def damaged_target() -> Target:
+    """A target of whose embeddings one is NaN: requests that hold its id cannot go on, all others can."""
+    target = tiny_target()
+    target.transformer.embedding[SICK] = math.nan
+    return target
+
+
+@pytest.mark.parametrize("stub", ["off", "echo", "decoy", "pooled"])
+def test_a_request_that_cannot_go_on_does_not_hold_up_the_others(stub: str) -> None:
+    """Guards healthy requests against one whose logits are not finite: every step failed, the error did not
+    say for whom, and nobody got another token. In a pool the rows that it left made the next ones sick."""
+    target = damaged_target()
+    drafters: dict[str, Any] = {"echo": Echo(target), "decoy": Decoy(target, width=2)}
+    make = pooled_engine if stub == "pooled" else Engine
+    engine = make(target, drafters.get(stub), budget=6 if stub in drafters else 0, max_batch=2)
+    limits = Limits(max_tokens=LENGTH)
+    alone = [Engine(target, budget=0).generate([p], HEALTHY, limits)[0].emitted for p in PROMPTS]
+    sick = engine.add([4, 5, SICK, *range(20), 6], limits=limits)
+    healthy = [engine.add(prompt, HEALTHY, limits) for prompt in PROMPTS]
+    with pytest.raises(ModelError, match=f"request {sick.id}: the target's logits are not finite") as caught:
+        for _ in engine.run():
+            pass
+    assert caught.value.sequences == (sick,) and sick.finished == "abort"
+    assert all(s.finished is None for s in healthy)
+    for _ in steps(engine, healthy):
+        pass
+    assert [s.emitted for s in healthy] == alone
+    assert engine.cache.bytes == 0
+
+
+def test_a_sick_draft_does_not_end_a_request() -> None:
+    """Guards text that never meets the damage: a drafted id that does spoiled the whole tree's logits, and
+    the round failed for ever."""
+    target = damaged_target()
+    limits = Limits(max_tokens=LENGTH)
+    drafter = Random(seed=1, vocab=VOCAB, depth=3, width=VOCAB)
+    for prompt in PROMPTS:
+        (expected,) = Engine(target, budget=0).generate([prompt], HEALTHY, limits)
+        engine = Engine(target, drafter, budget=VOCAB)
+        (sequence,) = engine.generate([prompt], HEALTHY, limits)
+        assert sequence.emitted == expected.emitted and sequence.finished == "length"

@@ -15,11 +15,12 @@ from operator import index
 
 from jetspec.budget.base import Budget
 from jetspec.budget.choose import AUTO, BudgetOption, make_budget
-from jetspec.decode.round import Outcome, Walker, decode_round, observed
+from jetspec.budget.fixed import FixedBudget
+from jetspec.decode.round import Outcome, Walker, check_roots, decode_round, observed
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import HeadError, ModelError, OptionError, PromptError
 from jetspec.sampling import Sampling, check_bias
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk
@@ -72,6 +73,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._full = False  # no memory for the next one until somebody leaves
 
     def add(
         self, prompt: Many[int], sampling: Sampling | None = None, limits: Limits | None = None
@@ -104,22 +106,28 @@ class Engine:
         return bool(self._waiting or self._prefilling or self._running)
 
     def step(self) -> list[Outcome]:
-        """Admit, prefill one chunk, and decode one round of all sequences that are ready."""
+        """Admit, prefill one chunk, and decode one round of all sequences that are ready.
+
+        A request for which no memory is left waits until others have left.
+
+        Raises:
+            MemoryError, or torch's RuntimeError: not even a request alone finds memory; it still waits.
+            ModelError: the target's logits are not finite for some requests, the error's `sequences`. They
+            have been aborted. The others are as they were before: step again, and they go on.
+            HeadError: the draft head returned NaN.
+        """
         self._admit()
         if self._prefilling:
             self._prefill()
         if not self._running:
             return []
-        outcomes = decode_round(
-            self._running,
-            self.target,
-            self.drafter,
-            self.grow,
-            self.budget,
-            self.cache,
-            self.stats,
-            self.walker,
-        )
+        try:
+            outcomes = self._round(self.budget)
+        except (HeadError, ModelError) as error:
+            self._abort_sick()
+            if isinstance(error, HeadError):
+                raise
+            outcomes = self._round(FixedBudget(0))  # the fault was on a drafted path; the text may avoid it
         for outcome in outcomes:
             if outcome.sequence.finished is not None:
                 self._release(outcome.sequence)
@@ -160,11 +168,34 @@ class Engine:
         while self._prefilling:
             self._prefill()
 
+    def _round(self, budget: Budget) -> list[Outcome]:
+        return decode_round(
+            self._running, self.target, self.drafter, self.grow, budget, self.cache, self.stats, self.walker
+        )
+
+    def _abort_sick(self) -> None:
+        """Abort requests that cannot go on even without a draft. Raises ModelError if there are any."""
+        try:
+            check_roots(self._running, self.target, self.cache)
+        except ModelError as error:
+            for sequence in error.sequences:
+                self.abort(sequence)
+            raise
+
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._running) < self.max_batch:
+        while (
+            self._waiting and not self._full and len(self._prefilling) + len(self._running) < self.max_batch
+        ):
             sequence = self._waiting[0]
             # Before it leaves the queue: where no memory is left for it, it still waits and can be aborted.
-            self.cache.add(sequence.id, capacity=min(len(sequence.tokens) + 64, sequence.limits.max_context))
+            capacity = min(len(sequence.tokens) + 64, sequence.limits.max_context)
+            try:
+                self.cache.add(sequence.id, capacity)
+            except (MemoryError, RuntimeError):  # torch's own; on a CPU it has no class of its own
+                if not self._prefilling and not self._running:
+                    raise
+                self._full = True
+                break
             self._prefilling.append(self._waiting.popleft())
 
     def _prefill(self) -> None:
@@ -198,6 +229,7 @@ class Engine:
         self._running.extend(ready)
 
     def _release(self, sequence: Sequence) -> None:
+        self._full = False
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         for group in (self._prefilling, self._running):

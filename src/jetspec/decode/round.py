@@ -16,6 +16,7 @@ from torch import Tensor
 from jetspec.budget.base import Budget, Spent
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
+from jetspec.errors import ModelError
 from jetspec.sampling import History, pick_each, pick_tokens
 from jetspec.sequence import Emission, Sequence
 from jetspec.target.cache import KVCache
@@ -116,6 +117,27 @@ def decode_round(
         paths = [path for path, _ in walks]
         budget.record(sequences, trees, paths, Spent(draft, build, verify - drawing, commit))
     return outcomes
+
+
+def check_roots(sequences: Many[Sequence], target: Target, cache: KVCache) -> None:
+    """Raise ModelError naming the sequences whose next token cannot be picked, draft or no draft: the
+    target's logits behind their roots are not finite.
+    """
+    trees = [Tree.root_only(s.root) for s in sequences]
+    plan = pack([(s.id, tree) for s, tree in zip(sequences, trees, strict=True)], cache)
+    logits = target.forward(plan, cache).logits
+    assert logits is not None
+    sick, reason = [], ""
+    for n, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
+        cache.keep(s.id, [])
+        try:
+            _walk(s, tree, logits[n : n + 1])
+        except ModelError as error:
+            sick.append(s)
+            reason = str(error)
+    if sick:
+        names = ", ".join(str(s.id) for s in sick)
+        raise ModelError(f"request {names}: {reason}", sick)
 
 
 def observed(values: Tensor | None, rows: Many[int]) -> Tensor | None:
