@@ -6,10 +6,10 @@ decoding --batch.
 
 At each difference plain decoding's scores are computed anew, by prefill of the common prefix: logits at
 T = 0, logits / T + noise at T = 1. The gap is the distance between the best two scores, the lag that between
-the best score and the worse of the two tokens in question. Where the lag (and so the gap) is below 1e-3,
-rounding decides between the two, and the difference is counted as a tie and excused; the rest of the answer
-is then compared with plain decoding resumed behind the other token, so a tie hides nothing that comes after
-it. Any other difference makes the exit code 1.
+the best score and the worse of the two tokens in question. Where the compiled code runs nothing is excused.
+Elsewhere, where the lag (and so the gap) is below 1e-3, rounding decides between the two, and the difference
+is counted as a tie and excused; the rest of the answer is then compared with plain decoding resumed behind
+the other token, so a tie hides nothing that comes after it. Any other difference makes the exit code 1.
 
 With --bits the logits of every accepted path are compared too, with those of plain decoding at the same
 place and bit for bit. Where the compiled decoder runs they have to be equal, and a row that differs makes the
@@ -32,7 +32,7 @@ import torch
 from common import SETS, Journal
 from rich.table import Table
 
-from jetspec.decode.compare import TIE_BELOW, find_divergence
+from jetspec.decode.compare import find_divergence, tie_below
 from jetspec.decode.engine import Engine
 from jetspec.decode.round import Outcome
 from jetspec.draft.base import Drafter
@@ -59,7 +59,7 @@ def main() -> int:
         "seed": args.seed,
         "plain_batch": args.plain_batch,
         "ignore_eos": args.ignore_eos,
-        "tie_below": TIE_BELOW[target.dtype],
+        "tie_below": tie_below(target),
         **({"bits": True} if args.bits else {}),
     })  # fmt: skip
     key = common.run_key(facts)
@@ -71,7 +71,8 @@ def main() -> int:
     if len(missing) < len(wanted):
         common.note(f"{len(wanted) - len(missing)} cases are recorded already")
     if missing:
-        journal.append({"kind": "run", "key": key, "run": facts})
+        counts = {"planned": len(wanted), "done": len(wanted) - len(missing)}
+        journal.append({"kind": "run", "key": key, **counts, "run": facts})
         _check(
             target,
             drafter,

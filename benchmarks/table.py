@@ -9,9 +9,10 @@ are shown, whatever came out.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 from common import PROJECT, RESULTS, Journal
@@ -75,7 +76,7 @@ def table(results: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def _by_temperature(runs: list[Run]) -> list[Run]:
+def _by_temperature(runs: list[Run]) -> list[_Chosen]:
     """The newest comparison of several families at each temperature, which may be one run or several."""
     temperatures = sorted({item["temperature"] for run in runs for item in run.items})
     found = []
@@ -85,12 +86,19 @@ def _by_temperature(runs: list[Run]) -> list[Run]:
             for run in runs
         ]
         found.append(_chosen(own, several=True))
-    return [run for run in found if run is not None]
+    return [chosen for chosen in found if chosen is not None]
 
 
-def _chosen(runs: list[Run], *, several: bool) -> Run | None:
+class _Chosen(NamedTuple):
+    """A run to be shown, and how many prompts those of its sets have that are left out."""
+
+    run: Run
+    small: dict[str, int]
+
+
+def _chosen(runs: list[Run], *, several: bool) -> _Chosen | None:
     """The newest run of trained heads, of several families or of one, with those of its sets that have
-    enough prompts; None if there is none."""
+    enough prompts; None if there is none. Raises DataError if it is unfinished."""
     for run in reversed(runs):
         arguments = run.facts["arguments"]
         heads = [*arguments.get("heads", {}).values(), *filter(None, [arguments.get("head")])]
@@ -103,11 +111,23 @@ def _chosen(runs: list[Run], *, several: bool) -> Run | None:
             counts.setdefault(item["set"], set()).update(item["ids"])
         items = [item for item in run.items if len(counts[item["set"]]) >= FEWEST]
         if items:
-            return run._replace(items=items)
+            _refuse(run.key, run.unfinished)
+            small = {name: len(ids) for name, ids in counts.items() if len(ids) < FEWEST}
+            return _Chosen(run._replace(items=items), small)
     return None
 
 
-def _speedups(run: Run) -> str:
+def _refuse(key: str, unfinished: str | None) -> None:
+    """Raises DataError for a run that did not reach its end, whose numbers would pass for those of all."""
+    if unfinished:
+        raise DataError(
+            f"run {key} is no table yet ({unfinished}); finish it with the command that began it, or take "
+            "its lines out of the records"
+        )
+
+
+def _speedups(chosen: _Chosen) -> str:
+    run = chosen.run
     rows = summarise(run.items)
     arguments = run.facts["arguments"]
     skipped = arguments.get("skipped", {})
@@ -132,9 +152,11 @@ def _speedups(run: Run) -> str:
         else ""
     )
     where = "" if len(cases) > 1 else f" T = {cases[0][0]:g}, batch {cases[0][1]}."
+    few = "".join(f" Left out: {name}, {count} prompts only." for name, count in chosen.small.items())
+    identity = _identity(drafting) + _outside(rows)
     parts.append(
-        f"{legend(rows)} Number of prompts in brackets.{where} Up to {arguments['tokens']} new tokens,"
-        f" {arguments['dtype']}. The clock runs from {arguments['clock']}.{reach} {_identity(drafting)}"
+        f"{legend(rows)} Number of prompts in brackets.{where}{few} Up to {arguments['tokens']} new tokens,"
+        f" {arguments['dtype']}. The clock runs from {arguments['clock']}.{reach} {identity}"
     )
     parts.append(" ".join([f"Measured on {_source(run.facts)}.", *_rounds(rows)]))
     misses = "\n".join(f"- {line}." for line in findings(rows, skipped))
@@ -143,10 +165,10 @@ def _speedups(run: Run) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _compared(run: Run) -> str:
+def _compared(chosen: _Chosen) -> str:
     """A table of several families, folded above temperature 0."""
-    temperature = run.items[0]["temperature"]
-    text = f"T = {temperature:g}:\n\n{_speedups(run)}"
+    temperature = chosen.run.items[0]["temperature"]
+    text = f"T = {temperature:g}:\n\n{_speedups(chosen)}"
     return text if not temperature else _folded(f"The same at T = {temperature:g}", text)
 
 
@@ -166,6 +188,18 @@ def _identity(rows: list[Row]) -> str:
     text += f", and {broken} DIFFER" if broken else ""
     lawful = dict.fromkeys(row.method for row in rows if row.in_law)
     return text + "".join(f"; {name} follows the same law, not the same text" for name in lawful) + "."
+
+
+def _outside(rows: Many[Row]) -> str:
+    """How many of another library's answers differ, which is no fault of the run; nothing if none does."""
+    text = ""
+    for name in dict.fromkeys(row.method for row in rows if row.outside):
+        own = [row for row in rows if row.method == name and row.set != POOLED]
+        answers, same = sum(row.answers for row in own), sum(row.same for row in own)
+        if same < answers:
+            differ = f"{answers - same} of {answers} answers of {name} differ"
+            text += f" {differ}: transformers rounds differently."
+    return text
 
 
 def _rounds(rows: Many[Row]) -> list[str]:
@@ -204,7 +238,8 @@ def _forward(record: dict[str, Any]) -> str:
 
 
 def _checks(records: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Provenance and cases of the newest losslessness run of a trained head."""
+    """Provenance and cases of the newest losslessness run of a trained head. Raises DataError if some are
+    missing: their values are printed as if each had met each."""
     runs = [r for r in records if r["kind"] == "run" and r["run"]["arguments"]["head"]["name"] not in STUBS]
     if not runs:
         return None
@@ -214,19 +249,27 @@ def _checks(records: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[st
         for r in records
         if r["kind"] == "case" and r["key"] == key
     }
-    return (runs[-1]["run"], list(cases.values())) if cases else None
+    if not cases:
+        return None
+    product = math.prod(len(set(values)) for values in zip(*cases, strict=True))
+    planned = max(product, *(r.get("planned", 0) for r in runs if r["key"] == key), 0)
+    _refuse(key, f"{len(cases)} of {planned} cases, unfinished" if len(cases) < planned else None)
+    return runs[-1]["run"], list(cases.values())
 
 
 def _lossless(facts: dict[str, Any], cases: list[dict[str, Any]]) -> str:
     tokens, ties, broken = (sum(case[name] for case in cases) for name in ("tokens", "ties", "unexcused"))
+    broken += sum(case.get("rows_that_differ", 0) for case in cases)
+    arguments = facts["arguments"]
 
     def listed(name: str) -> str:
         return ", ".join(f"{value:g}" for value in sorted({case[name] for case in cases}))
 
     sets = len({case["set"] for case in cases})
     where = (
-        f"{sets} sets, up to {facts['arguments']['prompts']} prompts of each, budgets {listed('budget')},"
-        f" T = {listed('temperature')}, batch {listed('batch')}"
+        f"{sets} sets, up to {arguments['prompts']} prompts of each and {arguments['tokens']} tokens,"
+        f" budgets {listed('budget')}, T = {listed('temperature')}, batch {listed('batch')}, plain decoding"
+        f" with batch {arguments['plain_batch']}"
     )
     return (
         f"Losslessness ({where}): {tokens} tokens compared with plain decoding, {ties} numeric ties,"

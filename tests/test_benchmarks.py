@@ -149,3 +149,45 @@ def test_differences(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(TIE_BELOW, target.dtype, first["lag"] * 1.01)
     second = [*other[:9], (other[9] + 1) % 60, *other[10:]]
     assert [d["place"] for d in check(second)][:2] == [4, 9]
+
+
+def test_unfinished_runs_are_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the README against a run that was stopped, whose numbers were printed as those of all; small
+    sets were left out, and another library's answers differed, without a word."""
+    table = script("table", monkeypatch)
+    monkeypatch.setattr(summary, "RESAMPLES", 200)
+    path = tmp_path / "bench.jsonl"
+    records = [*items(9, 2.0), *items(2, 2.0, "mbpp")]
+    records[0]["methods"].append(
+        method("hf-generate", 0, 1.0, [20], [20], divergence=[{"place": 0, "gap": 1.0, "tie": False}])
+    )
+    for planned in (12, 11):
+        path.unlink(missing_ok=True)
+        journal = Journal(path)
+        journal.append({"kind": "run", "key": "k", "planned": planned, "done": 0, "run": facts()})
+        for record in records:
+            journal.append(record)
+        if planned == 12:
+            with pytest.raises(DataError, match=r"^run k is no table yet \(11 of 12 groups"):
+                table.table(tmp_path)
+    text = table.table(tmp_path)
+    assert "Left out: mbpp, 2 prompts only." in text
+    assert "1 of 1 answers of hf-generate differ: transformers rounds differently." in text
+
+
+def test_losslessness_is_that_of_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the README's sentence: of a part of the cases it named all combinations of their values, rows
+    that differ in bits were no difference, and answers' length and plain decoding's batch were not said."""
+    table = script("table", monkeypatch)
+    arguments = {"head": {"name": "auto"}, "prompts": 6, "tokens": 96, "plain_batch": 16}
+    run = {"kind": "run", "key": "k", "run": facts(**arguments)}
+    case = {"kind": "case", "key": "k", "set": "a", "temperature": 0.0, "batch": 4, "prompts": 6, "tokens": 5}
+    case |= {"ties": 0, "unexcused": 1, "rows_that_differ": 2}
+    cases = [{**case, "set": name, "budget": budget} for name in "ab" for budget in (4, 8)]
+    for few, start in ((cases[:3], run), (cases[:2], {**run, "planned": 4, "done": 0})):
+        with pytest.raises(DataError, match=r"run k is no table yet .* of 4 cases"):
+            table._checks([start, *few])
+    text = table._lossless(*table._checks([{**run, "planned": 4, "done": 0}, *cases]))
+    assert (
+        "12 other differences" in text and "and 96 tokens" in text and "plain decoding with batch 16" in text
+    )

@@ -179,7 +179,7 @@ def test_scores_do_not_change_what_is_kept() -> None:
 
 def test_memory_is_bounded_and_the_oldest_rows_go() -> None:
     """Guards a server that runs for weeks: noise of finished requests must not pile up."""
-    rows = noise._Rows(most_bytes=10 * 4 * 64)
+    rows = noise.NoiseRows(most_bytes=10 * 4 * 64)
     for position in range(25):
         rows.get([1], [position], 64)
     assert rows._bytes <= 10 * 4 * 64
@@ -193,7 +193,7 @@ def test_memory_is_bounded_and_the_oldest_rows_go() -> None:
 
 def test_threads_share_the_rows() -> None:
     """Guards two engines in one process: eviction in one must not break the other, nor mix rows."""
-    rows, wrong = noise._Rows(most_bytes=5 * 4 * 16), []
+    rows, wrong = noise.NoiseRows(most_bytes=5 * 4 * 16), []
 
     def work(seed: int) -> None:
         for position in range(60):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -94,7 +95,7 @@ def _bits(halves: tuple[Any, Any], where: _Word, tokens: _Word) -> _Word:
     return _mix(_mix((tokens + key_a) & _LOW32) ^ key_b)
 
 
-class _Rows:
+class NoiseRows:
     """The newest rows of noise on the processor, by (seed, position, vocabulary size).
 
     The positions behind a root are asked for again in every round until text covers them: with τ = 2 and
@@ -102,7 +103,7 @@ class _Rows:
     changes nothing but time.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int = _KEPT_BYTES) -> None:
         self._most = most_bytes
         self._rows: OrderedDict[tuple[int, int, int], _Row] = OrderedDict()
         self._bytes = 0
@@ -139,7 +140,22 @@ class _Rows:
                 self._bytes -= self._rows.popitem(last=False)[1].nbytes
 
 
-_rows = _Rows(_KEPT_BYTES)
+_rows = NoiseRows()
+
+
+@contextmanager
+def keep_rows_in(rows: NoiseRows) -> Iterator[None]:
+    """Within the block rows of noise are taken from `rows` and kept there, in all threads.
+
+    For measurements: of decoders that share a process, each makes its own noise as it would do alone, and
+    finds again only what it made itself.
+    """
+    global _rows
+    before, _rows = _rows, rows
+    try:
+        yield
+    finally:
+        _rows = before
 
 
 def noise_of(seeds: Sequence[int], positions: Sequence[int], ids: Tensor, vocab: int) -> Tensor:

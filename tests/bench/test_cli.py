@@ -97,10 +97,10 @@ def test_interrupted_runs_keep_what_is_done(
     table that says how many are missing."""
     run = bench_run._watch
 
-    def interrupted(screen: Any, made: Any, missing: list[Any], done: int, hidden: bool) -> None:
+    def interrupted(screen: Any, made: Any, missing: list[Any], done: int, **options: Any) -> None:
         measured = made.run
-        made.run = lambda items, done: islice(measured(items, done), 1)
-        run(screen, made, missing, done, hidden)
+        made.run = lambda *asked: islice(measured(*asked), 1)
+        run(screen, made, missing, done, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_run, "_watch", interrupted)

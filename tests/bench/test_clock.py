@@ -3,7 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import pytest
+from torch import Tensor
 
+from jetspec import noise
 from jetspec.bench.clock import PHASES, EngineRunner, Measured, take_turns, warm_up
 from jetspec.bench.methods import METHODS, PLAIN, Heads, make_engine
 from jetspec.decode.stats import Stats
@@ -78,7 +80,7 @@ def test_measured_adds_up(sampling: Sampling) -> None:
     limits = Limits(max_tokens=9, ignore_eos=True)
     method = METHODS["jetspec-tree"]
     runner = EngineRunner(make_engine(target, method, 8, heads, 3))
-    warm_up(runner, PROMPTS, limits)
+    warm_up(runner, PROMPTS, sampling, limits)
     ((measured, outputs),) = take_turns([runner], PROMPTS, sampling, limits)
     engine = make_engine(target, method, 8, heads, 3)
     sequences = [engine.add(ids, sampling, limits) for ids in PROMPTS]
@@ -119,3 +121,21 @@ def test_counts_start_anew() -> None:
         )
         assert measured.steps == 4 and measured.rounds == [4]
     assert isinstance(runner.engine.stats, Stats)
+
+
+def test_each_runner_makes_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the clock at T > 0: rows of noise were kept for the whole process, so that whoever came first
+    made them for all other methods, and later prompts found them made."""
+    made: list[int] = []
+    gumbel = noise.gumbel_noise
+
+    def counted(seeds: Many[int], positions: Tensor, vocab: int) -> Tensor:
+        made.append(len(positions))
+        return gumbel(seeds, positions, vocab)
+
+    monkeypatch.setattr(noise, "gumbel_noise", counted)
+    target, limits = tiny_target(), Limits(max_tokens=5, ignore_eos=True)
+    runners = [EngineRunner(make_engine(target, METHODS[PLAIN], 0, Heads(target), 1)) for _ in range(3)]
+    for _ in range(2):
+        take_turns(runners, PROMPTS[:1], Sampling(temperature=1.0, seed=9), limits)
+    assert sum(made) == 2 * 3 * 5

@@ -35,6 +35,44 @@ def test_plan_mixes_the_sets() -> None:
     assert len({item.place for item in found}) == len(found)
 
 
+def test_another_method_begins_each_time() -> None:
+    """Guards sets of one group, where plain decoding began every time; whatever varies, the turn does."""
+    target = tiny_target()
+    one_each = [*questions(1, "a"), *questions(1, "b"), *questions(1, "c")]
+    settings = Settings(temperatures=(1.0,), seeds=(0, 1), tokens=8)
+    for asked, turns in ((one_each, [0, 1, 2, 1, 2, 3]), (questions(3), [0, 1, 2, 1, 2, 3])):
+        found = plan(asked, target, settings, lambda text: None)
+        assert [item.turn for item in found] == turns
+
+
+def test_warm_up_has_the_samplings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first measured group at T > 0: the warm-up was greedy only, so sampling and rejection ran
+    cold in it."""
+    seen: list[float] = []
+    monkeypatch.setattr(running, "warm_up", lambda runner, ids, sampling, limits: seen.append(
+        sampling.temperature))  # fmt: skip
+    target, settings = tiny_target(), Settings(budgets=(4,), temperatures=(0.0, 1.0), tokens=4)
+    made, _ = bench(target, tmp_path / "r.jsonl", ["dspark-rejection"], {"dspark": "decoy"}, settings)
+    list(made.run(plan(questions(1), target, settings, lambda text: None)))
+    assert seen == [0.0, 1.0, 1.0]  # plain decoding at both, rejection sampling above 0 only
+
+
+def test_an_interrupted_fresh_run_goes_on(tmp_path: Path) -> None:
+    """Guards --fresh against Ctrl-C: the same command without it found nothing missing, and old and new
+    groups were mixed in one table, unfinished for ever; groups not asked for stay."""
+    target, settings = tiny_target(), Settings(tokens=4)
+    made, _ = bench(target, tmp_path / "r.jsonl", [], {}, settings)
+    found = plan(questions(4), target, settings, lambda text: None)
+    list(made.run(found))
+    going = made.run(found[:3], fresh=True)
+    next(going)
+    going.close()
+    assert made.done() == {found[0].place, found[3].place}
+    list(made.run(found[1:3], done=1))
+    (run,) = runs_of(made.journal.read())
+    assert len(run.items) == 4 and run.unfinished is None and len(made.done()) == 4
+
+
 def test_long_prompts_are_left_out_aloud() -> None:
     """Guards the end of the context: a prompt without room would end early and look fast."""
     told: list[str] = []

@@ -20,6 +20,7 @@ import torch
 
 from jetspec.decode.engine import Engine
 from jetspec.decode.stats import Stats
+from jetspec.noise import NoiseRows, keep_rows_in
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 
@@ -93,7 +94,11 @@ class Runner(Protocol):
 
 
 class EngineRunner:
-    """Runs one engine: all prompts of a group at once, prefilled before the first round."""
+    """Runs one engine: all prompts of a group at once, prefilled before the first round.
+
+    Noise is made anew for each group, as in a process of its own: else the runner that comes first would make
+    it for all others.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -107,6 +112,7 @@ class EngineRunner:
         self._splits: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self._prefill = 0.0
         self._cache = 0
+        self._noise = NoiseRows()
 
     def start(self, prompts: Many[Many[int]], sampling: Sampling, limits: Limits) -> None:
         """Add and prefill the prompts."""
@@ -131,7 +137,7 @@ class EngineRunner:
     def step(self) -> None:
         """One round."""
         before = dict(self.engine.stats.seconds)
-        with _timed(self.engine.target.device) as seconds:
+        with keep_rows_in(self._noise), _timed(self.engine.target.device) as seconds:
             outcomes = self.engine.step()
         self._steps.append(seconds())
         for phase in PHASES:
@@ -168,6 +174,7 @@ class EngineRunner:
         """End what is unfinished."""
         for sequence in self._sequences:
             self.engine.abort(sequence)
+        self._noise = NoiseRows()
 
 
 def take_turns(
@@ -194,10 +201,10 @@ def take_turns(
             runner.abort()
 
 
-def warm_up(runner: Runner, prompts: Many[Many[int]], limits: Limits) -> None:
+def warm_up(runner: Runner, prompts: Many[Many[int]], sampling: Sampling, limits: Limits) -> None:
     """Decode prompts that are not measured."""
     try:
-        runner.start(prompts, Sampling(), limits)
+        runner.start(prompts, sampling, limits)
         while runner.running:
             runner.step()
     finally:

@@ -13,9 +13,9 @@ from jetspec.bench.clock import EngineRunner, Measured, Runner, take_turns, warm
 from jetspec.bench.methods import PLAIN, Heads, Method, make_engine, variants
 from jetspec.bench.prompts import Question, digest, encode, warm_up_ids
 from jetspec.bench.record import Journal, load_average, peak_memory, provenance, run_key
-from jetspec.bench.runs import place_of
+from jetspec.bench.runs import place_of, runs_of
 from jetspec.budget.choose import check_budget_option
-from jetspec.decode.compare import find_divergence
+from jetspec.decode.compare import TIE_BELOW, find_divergence, tie_below
 from jetspec.errors import OptionError, PromptError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
@@ -93,6 +93,7 @@ class Item:
 
     set: str
     number: int  # of the group within its set, batch and temperature
+    turn: int  # which method begins: one more from group to group, from set to set and from case to case
     questions: tuple[Question, ...]
     prompts: tuple[tuple[int, ...], ...]
     temperature: float
@@ -144,6 +145,7 @@ def plan(
     if not by_set:
         raise PromptError("no prompt fits into the context with --tokens; give shorter ones or fewer tokens")
     items: list[Item] = []
+    case = 0  # of temperature, seed and batch
     for temperature in dict.fromkeys(settings.temperatures):
         greedy = Sampling(temperature=temperature).greedy
         for seed in dict.fromkeys(settings.seeds[:1] if greedy else settings.seeds):
@@ -152,16 +154,18 @@ def plan(
                     Item(
                         set=name,
                         number=number,
+                        turn=number + place + case,
                         questions=tuple(question for question, _ in group),
                         prompts=tuple(ids for _, ids in group),
                         temperature=temperature,
                         seed=seed,
                         digest=digest([ids for _, ids in group]),
                     )
-                    for name, entries in by_set.items()
+                    for place, (name, entries) in enumerate(by_set.items())
                     for number, group in enumerate(_groups(entries, batch))
                 ]
                 items += sorted(groups, key=lambda item: item.number)
+                case += 1
     return items
 
 
@@ -219,15 +223,19 @@ class Bench:
 
     def done(self) -> set[tuple[str, float, int, int, str]]:
         """Places of the groups that an earlier start with the same arguments has recorded."""
-        return {place_of(r) for r in self.journal.read() if r["kind"] == "item" and r["key"] == self.key}
+        runs = [run for run in runs_of(self.journal.read()) if run.key == self.key]
+        return {place_of(item) for run in runs for item in run.items}
 
-    def run(self, items: Many[Item], done: int = 0) -> Iterator[Item]:
+    def run(self, items: Many[Item], done: int = 0, fresh: bool = False) -> Iterator[Item]:
         """Measure and record `items`, yielding each when it is done. Stopping in between loses that one.
 
         done: groups that were asked for as well and are recorded already.
+        fresh: what is recorded of `items` counts no longer, also should this start be interrupted.
         """
         if items:
-            counts = {"planned": done + len(items), "done": done}
+            counts: dict[str, Any] = {"planned": done + len(items), "done": done}
+            if fresh:
+                counts["fresh"] = [item.place for item in items]
             self.journal.append({"kind": "run", "key": self.key, **counts, "run": self.facts})
         gc.collect()
         gc.freeze()  # models and libraries are not looked at again before every group
@@ -243,7 +251,7 @@ class Bench:
         chosen = [variant for variant in self.variants if self._takes(variant[0], item)]
         batch = len(item.prompts)
         runners = [self._runner(method, budget, batch) for method, budget in chosen]
-        turn = item.number % len(chosen)  # another method begins each time
+        turn = item.turn % len(chosen)  # another method begins each time
         order = [*range(turn, len(chosen)), *range(turn)]
         load = load_average()
         outcomes = take_turns(
@@ -266,7 +274,7 @@ class Bench:
                     "method": method.name,
                     "budget": budget,
                     **by_place[place][0].values(),
-                    "divergence": self._differences(item, plain, by_place[place][1]),
+                    "divergence": self._differences(item, method, plain, by_place[place][1]),
                 }
                 for place, (method, budget) in enumerate(chosen)
             ],
@@ -279,7 +287,7 @@ class Bench:
         return some and takes(method, len(item.prompts), item.sampling)
 
     def _runner(self, method: Method, budget: int | str, batch: int) -> Runner:
-        """The runner of a variant, made and warmed up when it is first needed."""
+        """The runner of a variant, made and warmed up at every temperature when it is first needed."""
         place = (method.name, budget, batch)
         if place not in self._runners:
             runner: Runner
@@ -289,17 +297,22 @@ class Bench:
             else:
                 runner = EngineRunner(make_engine(self.target, method, budget, self._heads, batch))
             limits = Limits(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-            warm_up(runner, [warm_up_ids(self.target)] * batch, limits)
+            for temperature in dict.fromkeys(self.settings.temperatures):
+                sampling = Sampling(temperature=temperature, seed=self.settings.seeds[0])
+                if takes(method, batch, sampling):
+                    warm_up(runner, [warm_up_ids(self.target)] * batch, sampling, limits)
             self._runners[place] = runner
         return self._runners[place]
 
     def _differences(
-        self, item: Item, plain: Many[Many[int]], other: Many[Many[int]]
+        self, item: Item, method: Method, plain: Many[Many[int]], other: Many[Many[int]]
     ) -> list[dict[str, Any] | None]:
         """Per prompt the first place where the answer leaves plain decoding's, None where it does not."""
         found: list[dict[str, Any] | None] = []
+        # Another library adds in another order, so its answers may part at a tie wherever it runs.
+        bound = TIE_BELOW[self.target.dtype] if method.outside else tie_below(self.target)
         for ids, expected, answer in zip(item.prompts, plain, other, strict=True):
-            first = find_divergence(self.target, ids, expected, answer, item.sampling)
+            first = find_divergence(self.target, ids, expected, answer, item.sampling, bound)
             found.append(None if first is None else first.as_dict())
         return found
 

@@ -55,7 +55,7 @@ def prompts_of(item: dict[str, Any]) -> list[tuple[str, str]]:
 
 def runs_of(records: Many[dict[str, Any]]) -> list[Run]:
     """All runs that measured anything, the one that was started last at the end; each group of prompts once
-    (the newest, should there be two).
+    (the newest, should there be two; none that a later start with --fresh has not come to).
     """
     facts = {r["key"]: r["run"] for r in records if r["kind"] == "run"}
     items: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
@@ -63,12 +63,14 @@ def runs_of(records: Many[dict[str, Any]]) -> list[Run]:
     for record in records:
         if record["kind"] == "run":
             counts[record["key"]] = record.get("planned", 0), record.get("done", 0)
+            for place in record.get("fresh", []):  # measured anew from here on
+                items.get(record["key"], {}).pop(tuple(place), None)
         if record["kind"] in ("item", "prompt") and record["key"] in facts:
             item = record if record["kind"] == "item" else _from_old(record, facts[record["key"]])
             items.setdefault(record["key"], {})[place_of(item)] = item
             planned, done = counts.get(record["key"], (0, 0))
             counts[record["key"]] = planned, done + 1
-    runs = [Run(key, facts[key], list(found.values()), *counts[key]) for key, found in items.items()]
+    runs = [Run(key, facts[key], list(found.values()), *counts[key]) for key, found in items.items() if found]
     return sorted(runs, key=lambda run: run.facts["date"])
 
 

@@ -242,10 +242,10 @@ def findings(rows: Many[Row], skipped: dict[str, str]) -> list[str]:
     lines = []
     for row in rows:
         if row.broken and row.set != POOLED:
-            start = "" if row.outside else "NOT LOSSLESS: "
+            start, end = ("", ": transformers rounds differently") if row.outside else ("NOT LOSSLESS: ", "")
             lines.append(
                 f"{start}{row.name} on {row.where}: {row.broken} of {row.answers} answers differ from plain"
-                " decoding by more than rounding"
+                f" decoding by more than {'a tie' if row.outside else 'rounding'}{end}"
             )
     lines += _misses([row for row in rows if not row.outside])
     lines += [

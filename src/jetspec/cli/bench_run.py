@@ -237,7 +237,7 @@ def measure(
             f"jetspec: {len(items) - len(missing)} of {len(items)} groups of prompts are recorded already"
         )
     try:
-        _watch(screen, made, missing, len(items) - len(missing), hidden=json)
+        _watch(screen, made, missing, len(items) - len(missing), hidden=json, fresh=fresh)
     except KeyboardInterrupt:
         raise Interrupted(f"what is done is kept in {made.journal.path}") from None
     wanted = {item.place for item in items}
@@ -253,17 +253,20 @@ def measure(
         raise typer.Exit(1)
 
 
-def _watch(screen: Screen, made: Bench, missing: list[Item], done: int, hidden: bool) -> None:
+def _watch(
+    screen: Screen, made: Bench, missing: list[Item], done: int, hidden: bool, fresh: bool = False
+) -> None:
     """Run under a progress bar with the time that is left; without a terminal, a line now and then.
 
     done: groups that were asked for and are recorded already. hidden: show no progress.
+    fresh: see `Bench.run`.
     """
     hidden = hidden or screen.quiet
     on_terminal = screen.err.is_terminal and not hidden
     start = last = time.monotonic()
     with new_bar(screen.err, elapsed=True, hidden=hidden, transient=True) as bar:
         task = bar.add_task("measuring", total=len(missing))
-        for number, item in enumerate(made.run(missing, done), start=1):
+        for number, item in enumerate(made.run(missing, done, fresh), start=1):
             bar.update(task, advance=1, description=f"{item.set}, T = {item.temperature:g}")
             now = time.monotonic()
             if not on_terminal and not hidden and now - last > 60:

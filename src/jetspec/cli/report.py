@@ -58,10 +58,12 @@ def comparison_lines(comparison: Comparison, target: Target) -> list[str]:
 
 def divergence_text(first: Divergence, target: Target) -> str:
     """Where two texts part, and whether rounding can be the reason."""
-    from jetspec.decode.compare import TIE_BELOW
+    from jetspec.decode.compare import tie_below
 
-    bound = f"{TIE_BELOW[target.dtype]:g}"
-    why = f"a numeric tie, below {bound}" if first.tie else f"NOT a numeric tie, which ends at {bound}"
+    bound = tie_below(target)
+    exact = "NOT a numeric tie: there is none where the compiled code runs"
+    over = f"NOT a numeric tie, which ends at {bound:g}" if bound else exact
+    why = f"a numeric tie, below {bound:g}" if first.tie else over
     return (
         f"the texts differ at token {first.place + 1}: plain {token_text(target, first.plain)},"
         f" speculative {token_text(target, first.other)}; plain decoding's top-two gap there is"

@@ -17,9 +17,10 @@ from torch import Tensor
 from jetspec.decode.engine import Engine
 from jetspec.decode.round import Outcome
 from jetspec.decode.stats import Stats
-from jetspec.noise import gumbel_noise
+from jetspec.noise import NoiseRows, gumbel_noise, keep_rows_in
 from jetspec.sampling import History, Sampling, process_logits
 from jetspec.sequence import Limits, Sequence
+from jetspec.target.native_attention import native_suits
 from jetspec.target.plan import chunk, pack
 from jetspec.target.target import Target
 from jetspec.tree import Tree
@@ -27,6 +28,18 @@ from jetspec.tree import Tree
 # Two forwards of different shape add the same products in another order. Where the two best scores are closer
 # than this, rounding decides which one wins: the size of logits (tens) times some units in the last place.
 TIE_BELOW = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-1}
+
+
+def tie_below(target: Target) -> float:
+    """How close two scores tie for two decoders on this target; 0, so that nothing is excused, where a row
+    has the same bits in any company: where the compiled products and the compiled attention run, in one
+    call or, with experts, layer by layer.
+    """
+    model = target.transformer
+    compiled = model.output.native is not None and native_suits(
+        model.device, model.dtype, model.config.head_dim
+    )
+    return 0.0 if compiled else TIE_BELOW[target.dtype]
 
 
 class Divergence(NamedTuple):
@@ -56,20 +69,23 @@ def in_turns(
 ) -> list[Sequence]:
     """Decode one prompt to its end on every engine, round by round; next is the one with the fewest tokens.
 
-    That way whatever else the machine does hits all alike. Each engine decodes one round of the prompt
-    beforehand as a warm-up, which is not counted: `engine.stats` covers this run alone. `watch` sees every
-    round as it happens.
+    That way whatever else the machine does hits all alike. Each engine makes its own noise, as it would
+    alone. Each decodes one round of the prompt beforehand as a warm-up, which is not counted: `engine.stats`
+    covers this run alone. `watch` sees every round as it happens.
     """
     for engine in engines:
         _warm_up(engine, prompt, sampling, limits)
     pairs = [(engine, engine.add(prompt, sampling, limits)) for engine in engines]
+    noise = {id(engine): NoiseRows() for engine in engines}
     last: Engine | None = None
     try:
         while unfinished := [pair for pair in pairs if pair[1].finished is None]:
             # Of those that are level, the one that went last goes again (ABBA), so that none is always first.
             engine, _ = min(unfinished, key=lambda pair: (len(pair[1].tokens), pair[0] is not last))
             last = engine
-            for outcome in engine.step():
+            with keep_rows_in(noise[id(engine)]):
+                outcomes = engine.step()
+            for outcome in outcomes:
                 watch(engine, outcome)
     finally:
         for engine, sequence in pairs:
@@ -88,9 +104,17 @@ def _warm_up(engine: Engine, prompt: Many[int], sampling: Sampling, limits: Limi
 
 
 def find_divergence(
-    target: Target, prompt: Many[int], plain: Many[int], other: Many[int], sampling: Sampling
+    target: Target,
+    prompt: Many[int],
+    plain: Many[int],
+    other: Many[int],
+    sampling: Sampling,
+    bound: float | None = None,
 ) -> Divergence | None:
-    """Where the emitted tokens `other` first differ from those of plain decoding; None if they do not."""
+    """Where the emitted tokens `other` first differ from those of plain decoding; None if they do not.
+
+    bound: how close the scores tie; by default `tie_below`, which is right for our own engine's outputs.
+    """
     pairs = zip(plain, other, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
     if place == len(plain) == len(other):
@@ -101,7 +125,8 @@ def find_divergence(
     behind = math.inf  # where one of them has ended, rounding is no reason
     if first is not None and second is not None:
         behind = float(scores.max() - scores[[first, second]].min())
-    return Divergence(place, first, second, top_two_gap(scores), behind, behind < TIE_BELOW[target.dtype])
+    bound = tie_below(target) if bound is None else bound
+    return Divergence(place, first, second, top_two_gap(scores), behind, behind < bound)
 
 
 def top_two_gap(scores: Tensor) -> float:
