@@ -12,7 +12,7 @@ from jetspec.errors import DataError, StorageError
 from jetspec.train import answer_folder
 from jetspec.train.answer_folder import AnswerFolder
 from jetspec.train.answers import ANSWERS_FILE, Answer, read_answers
-from jetspec.train.features import Sample, read_shard, shard_paths
+from jetspec.train.features import Recorder, Sample, read_shard, shard_paths
 
 TAPS = (0, 2)
 SETTINGS = {"target": "tiny"}
@@ -98,3 +98,14 @@ def test_ctrl_c_within_a_shard_loses_no_answer(tmp_path: Path, monkeypatch: pyte
         store.add(answer(1), sample(1))
     assert [found.prompt for path in shard_paths(tmp_path) for found in read_shard(path)] == [0, 1]
     assert read_answers(tmp_path / ANSWERS_FILE)[0] == [answer(0), answer(1)]
+
+
+def test_what_half_precision_cannot_hold_is_cut() -> None:
+    """Guards targets in bfloat16: float16's greatest number, rounded to bfloat16, became infinite."""
+    recorder = Recorder((0,))
+    rows = torch.tensor([[70000.0, -1e6, 1.0]], dtype=torch.bfloat16)
+    recorder.observe(0, rows, rows)
+    recorder.free(0)
+    taps, hidden = recorder.take(0, 2)
+    assert taps.tolist() == hidden.tolist() == [[65504.0, -65504.0, 1.0], [0.0, 0.0, 0.0]]
+    assert taps.dtype == torch.float16

@@ -262,13 +262,20 @@ def test_what_does_not_go_together_is_refused(
     assert Processes(3, 4, 1).place("cuda") == "cuda:1" and Processes(1, 2, 1).place("cpu") == "cpu"
 
 
-@pytest.mark.parametrize(("seen", "place"), [(1, "cuda:0"), (2, "cuda:1"), (8, "cuda:3")])
+@pytest.mark.parametrize(("seen", "place"), [(1, "cuda:0"), (4, "cuda:3"), (8, "cuda:3")])
 def test_a_process_computes_on_a_gpu_that_it_sees(
     seen: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards launchers that show each process one GPU: the current device was 0, but tensors went to 3."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     assert Processes(3, 4, 3).place("cuda") == place
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the message: two took one GPU, and it was said that another process had ended."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(OptionError, match="there are 2; start as many processes as there are GPUs"):
+        Processes(3, 4, 3).place("cuda")
 
 
 def test_processes_that_find_different_checkpoints_stop(

@@ -19,7 +19,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.target.linear import in_half
 from jetspec.target.target import Target
 from jetspec.train.data import Batch, Entry, make_batch
-from jetspec.train.model import HeadModule, ScorerTables
+from jetspec.train.model import HeadModule, ScorerTables, initialise
 from tests.draft.tiny import PLAIN_PARTS, TAPS, VOCAB, MemoryCorpus, module_of, random_head, tiny_target
 
 CLOSE = 2e-4
@@ -272,3 +272,24 @@ def test_blocks_and_answers_do_not_see_each_other(target: Target) -> None:
             )
             single = module(batch_of(alone, ANCHORS[n : n + 1, column : column + 1])).detach()
             assert (single[0, 0] - together[n, column]).abs().max() < CLOSE
+
+
+def test_a_start_does_not_hang_on_the_solver(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the same start on every device: solvers choose the signs of eigenvectors differently, and with
+    them the parents' rows and all gradients behind differed."""
+    solve = torch.linalg.eigh
+
+    def other(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = solve(matrix)
+        signs = torch.ones(vectors.shape[1])
+        signs[::2] = -1
+        return values, vectors * signs
+
+    starts = []
+    for solver in (solve, other):
+        monkeypatch.setattr("torch.linalg.eigh", solver)
+        module = HeadModule(random_head(target).config, target.transformer.embedding)
+        initialise(module)
+        starts.append(module.weight("markov_head.markov_w1.weight").clone())
+    assert starts[0].abs().sum() > 0
+    torch.testing.assert_close(*starts)

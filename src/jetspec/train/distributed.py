@@ -97,8 +97,17 @@ class Processes:
 
 
 def _gpu_of(local_rank: int) -> int:
-    """The GPU of a process among those that it sees; some launchers show each process its own alone."""
-    return local_rank % (torch.cuda.device_count() or local_rank + 1)
+    """The GPU of a process among those that it sees; some launchers show each process its own alone.
+
+    Raises OptionError where there are several GPUs, but fewer than processes on this machine.
+    """
+    count = torch.cuda.device_count()
+    if 1 < count <= local_rank:
+        raise OptionError(
+            f"process {local_rank} of this machine has no GPU of its own, there are {count}; start as many "
+            f"processes as there are GPUs (torchrun --nproc-per-node {count})"
+        )
+    return local_rank % (count or local_rank + 1)
 
 
 ALONE = Processes()

@@ -63,7 +63,7 @@ class Recorder:
         self._done: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def observe(self, key: int, taps: Tensor | None, hidden: Tensor | None) -> None:
-        """Keep float16 copies of newly committed rows."""
+        """Keep float16 copies of newly committed rows, where they are: a device is not waited for here."""
         assert taps is not None and hidden is not None
         self._rows.setdefault(key, []).append((_half(taps), _half(hidden)))
 
@@ -79,15 +79,15 @@ class Recorder:
     def take(self, key: int, count: int) -> tuple[Tensor, Tensor]:
         """Taps and hidden states of the first `count` tokens, the missing last row as zeros."""
         parts = self._done.pop(key)
-        taps = torch.cat([part[0] for part in parts])[:count]
-        hidden = torch.cat([part[1] for part in parts])[:count]
+        taps = torch.cat([part[0] for part in parts])[:count].cpu()
+        hidden = torch.cat([part[1] for part in parts])[:count].cpu()
         missing = count - taps.shape[0]
         return _padded(taps, missing), _padded(hidden, missing)
 
 
 def _half(x: Tensor) -> Tensor:
-    limit = torch.finfo(torch.float16).max
-    return x.clamp(-limit, limit).to("cpu", torch.float16)
+    limit = torch.finfo(torch.float16).max  # bfloat16 does not have this number, and would round it up
+    return x.float().clamp(-limit, limit).to(torch.float16)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -260,10 +260,13 @@ def _warm_start(module: HeadModule, target: Mapping[str, Tensor], tap_scale: flo
 
 def _compressed(table: Tensor, rank: int) -> Tensor:
     """Rows of `table` [V, H] in its `rank` strongest directions, scaled to unit size: tokens that mean
-    alike start alike.
+    alike start alike. The directions come from the processor whatever the device is, because solvers choose
+    their signs differently.
     """
     centred = table.float() - table.float().mean(0)
     covariance = centred.T @ centred / centred.shape[0]
-    _, vectors = torch.linalg.eigh(covariance)
-    rows = centred @ vectors[:, -rank:]
+    _, vectors = torch.linalg.eigh(covariance.cpu())
+    strongest = vectors[:, -rank:]
+    strongest = strongest * strongest.gather(0, strongest.abs().argmax(0, keepdim=True)).sign()
+    rows = centred @ strongest.to(table.device)
     return rows / rows.pow(2).mean().sqrt()
