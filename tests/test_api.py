@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
 import tomllib
+import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import jetspec
 from jetspec.api import LanguageModel, load
 from jetspec.decode.engine import Engine
+from jetspec.decode.round import Outcome
+from jetspec.decode.stats import Stats
 from jetspec.draft.stubs import Decoy
 from jetspec.errors import HeadError, ModelError, OptionError, PromptError
 from jetspec.sequence import Emission
@@ -140,6 +147,135 @@ def test_leaving_a_stream_gives_everything_back(model: LanguageModel) -> None:
     assert model.drafter.cache.bytes == 0
 
 
+def test_dropping_a_stream_gives_everything_back(model: LanguageModel) -> None:
+    """Guards memory of a stream that is left half-way without closing it: the generator held the stream, so
+    rows stayed until a garbage collection."""
+    assert isinstance(model.drafter, Decoy)
+    gc.collect()
+    gc.disable()
+    try:
+        stream = model.stream("Hello", max_tokens=50, ignore_eos=True)
+        next(stream)
+        engine = weakref.ref(stream._engine)
+        assert model.drafter.cache.bytes > 0
+        del stream
+        assert engine() is None and model.drafter.cache.bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("read", [1, 2, 3, 7])
+def test_a_stream_closed_early_has_what_was_read(
+    model: LanguageModel, plain: LanguageModel, read: int
+) -> None:
+    """Guards the result after an early end: it held the rest of the round as well, which nobody was given and
+    which depends on the draft."""
+    cut = []
+    for one in (model, plain):
+        with one.stream("Hello", max_tokens=8, ignore_eos=True) as stream:
+            pieces = [next(stream) for _ in range(read)]
+            with pytest.raises(OptionError, match="has not ended"):
+                _ = stream.result  # also where the last round is over, but not read
+        result = stream.result
+        assert result.text == "".join(piece.text for piece in pieces)
+        assert result.kinds == [piece.kind for piece in pieces]
+        assert result.stats.tokens == len(result.tokens) == read and result.finish == "abort"
+        assert result.stats.accepted == result.kinds.count("accepted")
+        cut.append((result.text, result.tokens))
+    assert cut[0] == cut[1]
+
+
+def test_a_stream_can_be_closed_while_it_is_read(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a disconnect: closing while another thread was in its next step failed ("generator already
+    executing"), and the request ran on."""
+    stream = model.stream("Hello", max_tokens=100, ignore_eos=True)
+    step, inside, closed = stream._engine.step, threading.Event(), threading.Event()
+
+    def slow() -> list[Outcome]:
+        inside.set()
+        assert closed.wait(30)
+        return step()
+
+    monkeypatch.setattr(stream._engine, "step", slow)
+    pieces: list[Emission] = []
+    reader = threading.Thread(target=lambda: pieces.extend(stream))
+    reader.start()
+    assert inside.wait(30)
+    try:
+        stream.close()
+    finally:
+        closed.set()
+        reader.join(30)
+    assert not reader.is_alive() and not stream._engine.busy and stream._engine.cache.bytes == 0
+    assert stream.result.finish == "abort"
+    assert stream.result.tokens == [piece.token for piece in pieces] and len(pieces) == 1
+
+
+def test_counters_are_those_of_what_is_left(model: LanguageModel) -> None:
+    """Guards tau and speed where a stop string takes tokens back: they were counted as emitted."""
+    whole = model.generate("Hello", max_tokens=40, ignore_eos=True)
+    taken_back = 0
+    for start in range(0, len(whole.text) - 6, 3):
+        cut = model.generate("Hello", max_tokens=40, ignore_eos=True, stop=whole.text[start : start + 6])
+        assert cut.stats.tokens == len(cut.tokens)
+        assert cut.stats.accepted == cut.kinds.count("accepted")
+        assert cut.stats.accepted == sum(kept for _, kept in cut.stats.by_depth)
+        taken_back += not cut.tokens
+    assert taken_back, "no stop string took everything back"
+    assert model.compare("Hello", max_tokens=40, ignore_eos=True, stop=whole.text[:6]).speedup > 0
+
+
+def test_a_batch_has_counters_of_its_own(model: LanguageModel) -> None:
+    """Guards a batch's speed: each result has the seconds of all, so that pooled results made it too slow."""
+    results = model.generate(["Hello", "A longer prompt"], max_tokens=9, ignore_eos=True)
+    pooled = Stats()
+    for result in results:
+        pooled.add(result.stats)
+    for result in results:
+        assert (result.batch.tokens, result.batch.rounds) == (18, pooled.rounds)
+        assert result.batch.seconds == result.stats.seconds
+        assert result.batch.forwards == max(r.stats.forwards for r in results)
+    assert results[0].batch.tokens_per_second == pytest.approx(2 * pooled.tokens_per_second)
+    alone = model.generate("Hello", max_tokens=9)
+    assert alone.batch == alone.stats
+
+
+def test_a_batch_takes_a_seed_for_each_prompt(model: LanguageModel) -> None:
+    """Guards independent samples of one prompt: with one seed they are all the same text. And it must stay
+    that text, for a prompt has the same one alone and in any batch."""
+    options: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    alone = [model.generate("Hello", seed=seed, **options).tokens for seed in (3, 4)]
+    assert alone[0] != alone[1]
+    same = model.generate(["Hello", "Hello"], seed=3, **options)
+    assert [r.tokens for r in same] == [alone[0], alone[0]]
+    each = model.generate(["Hello", "Hello"], seed=[np.int64(3), 4], **options)
+    assert [r.tokens for r in each] == alone
+    for prompts, seed, message in (
+        (["Hello"], [1, 2], "2 seeds for 1 prompts"),
+        ("Hello", [1], "goes with a list of prompts"),
+        (["Hello"], [True], "seed must be an integer"),
+        (["Hello"], "1", "seed must be an integer"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            model.generate(prompts, seed=seed)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="goes with a list of prompts"):
+        model.stream("Hello", seed=[1])
+
+
+def test_a_prompt_that_cannot_be_decoded_is_named(tiny_folder: Path) -> None:
+    """Guards a batch against an error that tells neither whom it is about nor that the others are fine."""
+    damaged = load(str(tiny_folder), "off").target
+    damaged.transformer.embedding[7] = float("nan")
+    broken = LanguageModel(damaged, None, budget=0)
+    ban: dict[str, Any] = {"logit_bias": {7: -1e9}, "max_tokens": 5}
+    with pytest.raises(ModelError, match=r"prompt 1 of the batch, counted from 0, .* not finite") as caught:
+        broken.generate([[5, 6], [5, 7], [6, 6]], **ban)
+    assert len(caught.value.sequences) == 1
+    assert len(broken.generate([[5, 6], [6, 6]], **ban)) == 2
+
+
 def test_a_stop_text_cuts_tokens_and_kinds_alike(model: LanguageModel) -> None:
     """Guards the alignment of tokens and kinds where a stop string takes tokens back that were emitted."""
     whole = model.generate("Hello", max_tokens=40, ignore_eos=True)
@@ -220,6 +356,26 @@ def test_options_are_strict(model: LanguageModel) -> None:
     for stop in (None, 5, b"x"):
         with pytest.raises(OptionError, match="stop must be a text or a list of texts"):
             model.generate("Hello", stop=stop)  # type: ignore[call-overload]
+
+
+def test_options_that_would_do_nothing_are_refused(model: LanguageModel) -> None:
+    """Guards against a system message or a switch that is silently ignored, and switches that are none."""
+    for extra in ({"system": "Be brief."}, {"thinking": False}):
+        with pytest.raises(PromptError, match="token ids do not go through"):
+            model.generate([5, 6], **extra)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="thinking is part of the chat template"):
+        model.generate("Hello", raw=True, thinking=True)
+    for name, value in (("raw", 1), ("raw", None), ("ignore_eos", "no"), ("thinking", 0), ("system", 5)):
+        with pytest.raises(OptionError, match=f"^{name} must be"):
+            model.generate("Hello", **{name: value})  # type: ignore[call-overload]
+
+
+def test_ids_out_of_an_array_are_a_prompt(model: LanguageModel) -> None:
+    """Guards NumPy's integers: a list of them was taken for a batch of prompts that are none."""
+    expected = model.generate([5, 6, 7], max_tokens=3)
+    given: Any = list(np.array([5, 6, 7]))
+    assert model.generate(given, max_tokens=3).tokens == expected.tokens
+    assert [r.tokens for r in model.generate([given, given], max_tokens=3)] == [expected.tokens] * 2
 
 
 def test_load_checks_cheap_things_first() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +83,16 @@ def test_bad_option_is_refused(field: str, value: Any) -> None:
     with pytest.raises(OptionError, match=field) as caught:
         Sampling(**{field: value})
     assert "\n" not in str(caught.value)
+
+
+def test_numpys_integers_are_integers() -> None:
+    """Guards a seed, a top-k or an id out of an array: they were refused as no integers."""
+    number: Any = np.int64(3)
+    sampling = Sampling(top_k=number, seed=number, logit_bias={number: 1.0})
+    assert sampling == Sampling(top_k=3, seed=3, logit_bias={3: 1.0})
+    assert type(sampling.seed) is type(sampling.top_k) is type(next(iter(sampling.logit_bias))) is int
+    with pytest.raises(OptionError, match="seed"):
+        Sampling(seed=np.bool_(True))  # type: ignore[arg-type]
 
 
 def test_limits_of_options_are_valid() -> None:

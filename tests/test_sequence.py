@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,9 +259,24 @@ def test_any_text_streams_in_whole_characters(text: str, blocks: list[int]) -> N
         ("stop_strings", "STOP"),
         ("stop_strings", ("",)),
         ("stop_strings", (1,)),
+        ("stop_strings", None),
+        ("stop_ids", 5),
+        ("stop_ids", {"a"}),
+        ("stop_ids", {-1}),
+        ("stop_ids", {True}),
+        ("ignore_eos", 1),
     ],
 )
 def test_bad_limit_is_refused(field: str, value: Any) -> None:
-    """Guards against an empty stop string (it matches everywhere) and a text taken as a list of letters."""
+    """Guards against an empty stop string (it matches everywhere), a text taken as a list of letters, and ids
+    that nothing checked."""
     with pytest.raises(OptionError, match=field):
         Limits(**{field: value})
+
+
+def test_limits_take_numpys_integers_and_any_iterable() -> None:
+    """Guards ids and lengths out of arrays, which were refused, and a generator of stop strings, which the
+    check used up."""
+    limits = Limits(np.int64(5), np.array([3, 4]), (text for text in ("a", "b")))  # type: ignore[arg-type]
+    assert limits == Limits(5, frozenset({3, 4}), ("a", "b"))
+    assert type(limits.max_tokens) is int and {type(token) for token in limits.stop_ids} == {int}

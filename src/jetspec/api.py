@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Event, Lock
 from typing import Any, TypeAlias, Unpack, cast, overload
 
 from jetspec.budget.choose import AUTO, BudgetOption, check_budget_option
@@ -24,7 +25,8 @@ from jetspec.decode.round import Outcome
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import ModelError, OptionError, PromptError
+from jetspec.sampling import as_integer
 from jetspec.sequence import Emission, Finish, Kind, Sequence
 from jetspec.target.default_model import DEFAULT_MODEL
 from jetspec.target.target import Target
@@ -43,7 +45,9 @@ class Result:
                    a draft)
     prompt_tokens  length of the prompt
     finish         "stop" (end of text or a stop string), "length" or "abort"
-    stats          counters of this request; its seconds are those of the whole batch, decoded together
+    stats          counters of what is in here: tokens that a stop string took back do not count. Its seconds
+                   are those of the whole batch, decoded together: they must not be added up over a batch
+    batch          counters of the whole batch, for its speed; the same as `stats` for a single request
     """
 
     text: str
@@ -52,6 +56,7 @@ class Result:
     prompt_tokens: int
     finish: Finish
     stats: Stats
+    batch: Stats
 
 
 @dataclass(frozen=True)
@@ -75,26 +80,40 @@ class Comparison:
     @property
     def speedup(self) -> float:
         """Plain decoding's time per token divided by speculation's; prefill is left out."""
-        return self.speculative.stats.tokens_per_second / self.plain.stats.tokens_per_second
+        plain, speculative = (
+            stats.decode_seconds / max(1, stats.tokens)  # none, where a stop string took all of them back
+            for stats in (self.plain.stats, self.speculative.stats)
+        )
+        return plain / speculative
 
 
 class Stream:
     """An iterator over the emissions of one request: token, kind, and the text that may be shown now.
 
     `result` is there once it has ended. Closing it early, or leaving a `with` block, ends the request and
-    frees its memory.
+    frees its memory; so does dropping the last reference. Any thread may close it.
     """
 
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine = engine
         self._tally = _Tally(sequence)
-        self._emissions = self._run()
+        self._given = self._shown = 0  # emissions and characters that the reader got
+        self._closed, self._reading = Event(), Lock()
+        # No method: its frame would hold this object, and a ring of both would keep the request's memory
+        # until the next garbage collection.
+        self._emissions = _emissions(engine, self._tally, self._closed)
 
     def __iter__(self) -> Iterator[Emission]:
         return self
 
     def __next__(self) -> Emission:
-        return next(self._emissions)
+        with self._reading:
+            emission = next(self._emissions)
+            self._given += 1
+            self._shown += len(emission.text)
+        if self._closed.is_set():  # by another thread, which could not end it meanwhile
+            self.close()
+        return emission
 
     def __enter__(self) -> Stream:
         return self
@@ -103,21 +122,39 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the request; what was emitted so far is in `result`."""
-        self._emissions.close()
-        self._engine.abort(self._tally.sequence)
+        """End the request; what was handed out so far is in `result`.
+
+        While another thread waits for an emission this returns at once: that thread's step is its last one,
+        and it ends the request.
+        """
+        self._closed.set()
+        if self._reading.acquire(blocking=False):
+            try:
+                self._emissions.close()
+                self._engine.abort(self._tally.sequence)
+            finally:
+                self._reading.release()
 
     @property
     def result(self) -> Result:
-        """The outcome. Raises OptionError while the request is still running."""
-        if self._tally.sequence.finished is None:
+        """The outcome, cut to what was handed out if it was closed early. Raises OptionError before the
+        end.
+        """
+        ended = self._closed.is_set() or self._given == self._tally.emitted
+        if self._tally.sequence.finished is None or not ended:
             raise OptionError("the stream has not ended yet; read it to its end, or close it, for the result")
-        return self._tally.result(self._engine.stats)
+        return self._tally.result(self._engine.stats, self._given, self._shown)
 
-    def _run(self) -> Generator[Emission, None, None]:
-        for outcome in self._engine.run([self._tally.sequence]):
-            self._tally.add(outcome)
-            yield from outcome.emissions
+
+def _emissions(engine: Engine, tally: _Tally, closed: Event) -> Generator[Emission, None, None]:
+    """What a stream hands out, until it was closed."""
+    try:
+        while engine.busy and not closed.is_set():
+            for outcome in engine.step():
+                tally.add(outcome)
+                yield from outcome.emissions
+    finally:
+        engine.abort(tally.sequence)
 
 
 class LanguageModel:
@@ -158,17 +195,32 @@ class LanguageModel:
     def generate(self, prompts: Prompt | Many[Prompt], **options: Unpack[Options]) -> Result | list[Result]:
         """Decode a prompt, or several as one batch: a Result for one prompt, a list of Results for a list.
 
-        Raises PromptError or OptionError, before anything is decoded.
+        Raises PromptError or OptionError, before anything is decoded; ModelError naming the prompts for which
+        the target's logits are not finite.
         """
         request = Request.of(options)
         listed, single = _as_list(prompts)
+        samplings = request.samplings(None if single else len(listed))
         encoded = [self.encode(prompt, request) for prompt in listed]
         engine = self._engine()
-        tallies = [_Tally(engine.add(ids, request.sampling, request.limits)) for ids in encoded]
+        tallies = [
+            _Tally(engine.add(ids, sampling, request.limits))
+            for ids, sampling in zip(encoded, samplings, strict=True)
+        ]
         by_id = {tally.sequence.id: tally for tally in tallies}
-        for outcome in engine.run([tally.sequence for tally in tallies]):
-            by_id[outcome.sequence.id].add(outcome)
-        results = [tally.result(engine.stats) for tally in tallies]
+        try:
+            for outcome in engine.run([tally.sequence for tally in tallies]):
+                by_id[outcome.sequence.id].add(outcome)
+        except ModelError as error:
+            sick = [str(n) for n, tally in enumerate(tallies) if tally.sequence in error.sequences]
+            if single or not sick:
+                raise
+            raise ModelError(
+                f"prompt {', '.join(sick)} of the batch, counted from 0, cannot be decoded ({error}); the "
+                "others can be without it",
+                error.sequences,
+            ) from error
+        results = _results(tallies, engine.stats)
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -178,13 +230,15 @@ class LanguageModel:
         """
         request = Request.of(options)
         engine = self._engine()
-        return Stream(engine, engine.add(self.encode(prompt, request), request.sampling, request.limits))
+        ids, (sampling,) = self.encode(prompt, request), request.samplings()
+        return Stream(engine, engine.add(ids, sampling, request.limits))
 
     def rounds(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Outcome]:
         """Decode one prompt, handing out each round's tree and accepted path."""
         request = Request.of(options)
         engine = self._engine()
-        return engine.run([engine.add(self.encode(prompt, request), request.sampling, request.limits)])
+        ids, (sampling,) = self.encode(prompt, request), request.samplings()
+        return engine.run([engine.add(ids, sampling, request.limits)])
 
     def compare(
         self, prompt: Prompt, watch: Callable[[Outcome], None] | None = None, **options: Unpack[Options]
@@ -194,7 +248,7 @@ class LanguageModel:
         `watch` sees the rounds of the speculative side as they happen.
         """
         request = Request.of(options)
-        ids = self.encode(prompt, request)
+        ids, (sampling,) = self.encode(prompt, request), request.samplings()
         plain, speculative = Engine(self.target, None, budget=0), self._engine()
         kept: dict[int, list[Outcome]] = {id(plain): [], id(speculative): []}
 
@@ -203,14 +257,14 @@ class LanguageModel:
             if engine is speculative and watch is not None:
                 watch(outcome)
 
-        sequences = in_turns([plain, speculative], ids, request.sampling, request.limits, see)
+        sequences = in_turns([plain, speculative], ids, sampling, request.limits, see)
         results = []
         for engine, sequence in zip((plain, speculative), sequences, strict=True):
             tally = _Tally(sequence)
             for outcome in kept[id(engine)]:
                 tally.add(outcome)
             results.append(tally.result(engine.stats))
-        first = find_divergence(self.target, ids, results[0].tokens, results[1].tokens, request.sampling)
+        first = find_divergence(self.target, ids, results[0].tokens, results[1].tokens, sampling)
         return Comparison(results[0], results[1], first)
 
     def encode(self, prompt: Prompt, request: Request | None = None) -> list[int]:
@@ -231,8 +285,14 @@ class LanguageModel:
             if request.raw or request.system is not None:
                 raise PromptError("raw and system go with a text; a conversation has its own system message")
             return tokenizer.chat(cast("list[Message]", parts), thinking=request.thinking)
-        if all(isinstance(part, int) and not isinstance(part, bool) for part in parts):
-            return cast("list[int]", parts)
+        ids = [as_integer(part) for part in parts]
+        if None not in ids:
+            if request.system is not None or request.thinking is not None:
+                raise PromptError(
+                    "system and thinking are parts of the chat template, which token ids do not go through; "
+                    "leave them out, or give a text"
+                )
+            return cast("list[int]", ids)
         raise PromptError(
             f"a prompt must be a text, a list of messages or a list of token ids, got {prompt!r:.60}"
         )
@@ -295,7 +355,8 @@ def _as_list(prompts: Prompt | Many[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompts], True
     if not isinstance(prompts, Many) or len(prompts) == 0:
         raise PromptError(f"no prompt: give a text, a list of messages or of prompts, got {prompts!r:.60}")
-    if isinstance(prompts, bytes) or isinstance(prompts[0], (Mapping, int)):
+    first = prompts[0]
+    if isinstance(prompts, bytes) or isinstance(first, (Mapping, bool)) or as_integer(first) is not None:
         return [cast("Prompt", prompts)], True
     return list(cast("Many[Prompt]", prompts)), False
 
@@ -304,18 +365,36 @@ class _Tally:
     """What one sequence's share of the rounds adds up to."""
 
     def __init__(self, sequence: Sequence) -> None:
-        self.sequence, self.kinds, self.stats = sequence, list[Kind](), Stats()
+        self.sequence, self.emitted = sequence, 0
+        self._rounds: list[tuple[int, int, list[Kind]]] = []  # nodes, depth of the tree, what was emitted
 
     def add(self, outcome: Outcome) -> None:
-        outcome.count_in(self.stats)
-        self.stats.forwards += 1
-        self.kinds.extend(emission.kind for emission in outcome.emissions)
+        kinds = [emission.kind for emission in outcome.emissions]
+        self._rounds.append((outcome.tree.budget, outcome.tree.depth, kinds))
+        self.emitted += len(kinds)
 
-    def result(self, shared: Stats) -> Result:
-        """`shared` are the engine's: time is spent on the whole batch."""
+    def result(self, shared: Stats, given: int | None = None, shown: int | None = None) -> Result:
+        """`shared` are the engine's: time is spent on the whole batch. `given` and `shown` are how many
+        emissions and characters a reader took; None is all.
+        """
         sequence = self.sequence
         assert sequence.finished is not None
-        self.stats.seconds = dict(shared.seconds)
-        tokens = sequence.emitted
-        kinds = self.kinds[: len(tokens)]  # a stop string takes tokens back that had gone out
-        return Result(sequence.text, tokens, kinds, sequence.prompt_len, sequence.finished, self.stats)
+        tokens, taken = sequence.emitted[:given], list[Kind]()
+        stats = Stats(forwards=len(self._rounds), seconds=dict(shared.seconds))
+        for nodes, depth, kinds in self._rounds:
+            kept = kinds[: len(tokens) - len(taken)]  # a stop string takes tokens back that had gone out
+            taken += kept
+            stats.record(nodes, depth, kept.count("accepted"), len(kept))
+        finish: Finish = sequence.finished if given in (None, self.emitted) else "abort"
+        text = sequence.text[:shown]
+        return Result(text, tokens, taken, sequence.prompt_len, finish, stats, batch=stats)
+
+
+def _results(tallies: list[_Tally], shared: Stats) -> list[Result]:
+    """The results of a batch; `shared` are the engine's counters."""
+    results = [tally.result(shared) for tally in tallies]
+    batch = Stats()
+    for result in results:
+        batch.add(result.stats)
+    batch.forwards, batch.seconds = shared.forwards, dict(shared.seconds)
+    return [replace(result, batch=batch) for result in results]

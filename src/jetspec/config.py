@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from jetspec.errors import OptionError, PromptError
@@ -16,7 +16,9 @@ from jetspec.sequence import Limits
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate`, `stream` and `compare`; unknown ones raise OptionError.
 
-    temperature … seed  as in `Sampling`
+    temperature … seed  as in `Sampling`. One seed serves a whole batch, so that a prompt has the text there
+                        that it has alone: equal prompts get equal answers, and different ones share their
+                        noise. For independent samples `generate` takes a list, one seed for each prompt.
     max_tokens          most tokens to emit (256)
     stop                a text or several that end the output and are not part of it
     ignore_eos          go on after the end-of-text token
@@ -33,7 +35,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    seed: int
+    seed: int | Many[int]
     max_tokens: int
     stop: str | Many[str]
     ignore_eos: bool
@@ -47,13 +49,34 @@ _SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 @dataclass(frozen=True)
 class Request:
-    """Options, checked and sorted by who needs them; made before a model is loaded."""
+    """Options, checked and sorted by who needs them; made before a model is loaded.
+
+    seeds   those of a batch, one for each prompt; None where `sampling` holds the seed of all
+    """
 
     sampling: Sampling
     limits: Limits
     raw: bool
     system: str | None
     thinking: bool | None
+    seeds: tuple[int, ...] | None = None
+
+    def samplings(self, prompts: int | None = None) -> list[Sampling]:
+        """How each of the prompts of a batch is sampled; None is a single prompt.
+
+        Raises OptionError if there are seeds in another number.
+        """
+        if self.seeds is None:
+            return [self.sampling] * (1 if prompts is None else prompts)
+        if prompts is None:
+            raise OptionError(
+                "a list of seeds goes with a list of prompts, one for each; give one seed for one prompt"
+            )
+        if len(self.seeds) != prompts:
+            raise OptionError(
+                f"seed lists {len(self.seeds)} seeds for {prompts} prompts; give one for each, or one for all"
+            )
+        return [replace(self.sampling, seed=seed) for seed in self.seeds]
 
     @staticmethod
     def of(options: Options) -> Request:
@@ -65,16 +88,28 @@ class Request:
         stop: Any = options.get("stop", ())
         if not isinstance(stop, (str, Many)) or isinstance(stop, bytes):
             raise OptionError(f"stop must be a text or a list of texts, got {stop!r}")
-        raw, system = options.get("raw", False), options.get("system")
-        if raw and system is not None:
-            raise OptionError("system is part of the chat template, which raw leaves out; choose one of them")
+        raw, system, thinking = options.get("raw", False), options.get("system"), options.get("thinking")
+        if not isinstance(raw, bool):
+            raise OptionError(f"raw must be True or False, got {raw!r}")
+        if system is not None and not isinstance(system, str):
+            raise OptionError(f"system must be a text or None, got {system!r}")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise OptionError(f"thinking must be True, False or None, got {thinking!r}")
+        for name, value in (("system", system), ("thinking", thinking)):
+            if raw and value is not None:
+                raise OptionError(
+                    f"{name} is part of the chat template, which raw leaves out; choose one of them"
+                )
         given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
+        seeds: tuple[int, ...] | None = None
+        if isinstance(given.get("seed"), Many) and not isinstance(given["seed"], (str, bytes)):
+            seeds = tuple(Sampling(seed=seed).seed for seed in given.pop("seed"))
         limits = Limits(
             max_tokens=options.get("max_tokens", 256),
             stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=options.get("ignore_eos", False),
         )
-        return Request(Sampling(**given), limits, raw, system, options.get("thinking"))
+        return Request(Sampling(**given), limits, raw, system, thinking, seeds)
 
 
 MAX_TRAIN_SEED = 2**32 - 1  # prompts and steps are counted up from it

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,19 +66,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_integer("top_k", self.top_k, 2**31 - 1, "0 turns it off")
+        top_k = _checked_integer("top_k", self.top_k, 2**31 - 1, "0 turns it off")
         _check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_integer("seed", self.seed, 2**64 - 1, "the default is 0")
+        seed = _checked_integer("seed", self.seed, 2**64 - 1, "the default is 0")
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        biases: dict[int, float] = {}  # a copy: the caller's may change later
         for token, bias in self.logit_bias.items():
-            _check_integer("a token id in logit_bias", token, 2**31 - 1, "ids count from 0")
             _check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change later
+            biases[_checked_integer("a token id in logit_bias", token, 2**31 - 1, "ids count from 0")] = bias
+        for name, value in (("top_k", top_k), ("seed", seed), ("logit_bias", biases)):
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -98,9 +101,21 @@ def _check_number(name: str, value: float, low: float, high: float, above_low: b
         raise OptionError(f"{name} must be a number {valid}, got {value!r}")
 
 
-def _check_integer(name: str, value: int, high: int, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+def as_integer(value: object) -> int | None:
+    """The value as an int, one of NumPy too; None if it is no integer, as True and False are none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _checked_integer(name: str, value: int, high: int, hint: str) -> int:
+    number = as_integer(value)
+    if number is None or not 0 <= number <= high:
         raise OptionError(f"{name} must be an integer from 0 to {high} ({hint}), got {value!r}")
+    return number
 
 
 # --- processors

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from jetspec.detokenize import Detokenizer, StopStrings
 from jetspec.errors import OptionError, PromptError
-from jetspec.sampling import Sampling
+from jetspec.sampling import Sampling, as_integer
 
 Kind = Literal["accepted", "bonus", "plain"]
 Finish = Literal["stop", "length", "abort"]
@@ -42,16 +42,27 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_context"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            number = as_integer(value)
+            if number is None or number < 1:
                 raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+            object.__setattr__(self, name, number)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         stops: object = self.stop_strings
         if isinstance(stops, str):  # would be read as one stop per letter
             raise OptionError(f"stop_strings must be a list of texts, got {stops!r}; write [{stops!r}]")
-        for stop in self.stop_strings:
+        if not isinstance(stops, Iterable):
+            raise OptionError(f"stop_strings must be a list of texts, got {stops!r}")
+        texts = tuple(stops)
+        for stop in texts:
             if not isinstance(stop, str) or not stop:
                 raise OptionError(f"stop_strings must be texts of at least one character, got {stop!r}")
-        object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
-        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        given: object = self.stop_ids
+        ids = [as_integer(token) for token in given] if isinstance(given, Iterable) else [None]
+        if any(token is None or token < 0 for token in ids):
+            raise OptionError(f"stop_ids must be a set of token ids, which count from 0, got {given!r}")
+        object.__setattr__(self, "stop_ids", frozenset(ids))
+        object.__setattr__(self, "stop_strings", texts)
 
 
 class Emission(NamedTuple):

@@ -56,8 +56,8 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward, pooled over rounds: mean(accepted) + 1, less the bonus of a round that
-        a stop cut short.
+        """Tokens per target forward, pooled over rounds: mean(accepted) + 1, less what a stop or an early
+        end cut off.
 
         0.0 before the first round.
         """
@@ -74,7 +74,10 @@ class Stats:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def add(self, other: Stats) -> None:
-        """Pool with another run."""
+        """Pool with another run, whose time comes on top.
+
+        Not for results of one batch: each has the seconds of the whole batch (`Result.batch` is their sum).
+        """
         for name in ("tokens", "rounds", "forwards", "nodes", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         while len(self.by_depth) < len(other.by_depth):
