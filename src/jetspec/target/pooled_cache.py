@@ -47,8 +47,6 @@ class PooledCache(KVCache):
         if capacity > rows:
             self._resize(self.pool.shape[0], capacity)
         self._slots[key] = self._free.pop()
-        # A slot may hold NaN of a request that went wrong, and 0 * NaN comes through every mask.
-        self.pool[self._slots[key]].zero_()
         self._blocks[key] = _Block(self.pool[self._slots[key]])
 
     def extend(self, key: int, count: int) -> int:
