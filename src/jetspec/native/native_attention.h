@@ -12,7 +12,8 @@
 
 #include "native_math.h"
 
-#define KEYS 8 /* scored at once: enough independent sums to hide the latency of each */
+#define KEYS 8   /* scored at once: enough independent sums to hide the latency of each */
+#define AHEAD 16 /* rows of keys and values that are fetched before they are needed */
 
 typedef struct {
     int64_t count;                                        /* segments */
@@ -45,6 +46,13 @@ static inline float *keys_of(const segments *s, const head_shape *h, int64_t lay
     return base + (layer * 2 * h->kv_heads + kv_head) * s->capacity[segment] * h->dim;
 }
 
+/* A row that will be needed soon. A sequence's rows come from memory, and the processor's own look ahead ends with each page. The
+ * address need not exist. */
+static inline void fetch(const float *row, int64_t dim)
+{
+    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(row + d);
+}
+
 /* Scores of `count` keys (a constant after inlining) for all lanes: each is a sum over d = 0, 1, ... */
 __attribute__((always_inline)) static inline void scores(const int count, const float *restrict q, const float *const *keys, int64_t dim,
                                                          lanes *restrict out)
@@ -58,8 +66,9 @@ __attribute__((always_inline)) static inline void scores(const int count, const 
     for (int c = 0; c < count; c++) out[c] = acc[c];
 }
 
-/* out of four lanes += weights x values, `width` vectors of 16 dimensions; both constants after inlining */
-__attribute__((always_inline)) static inline void mix(const int width, int64_t total, int64_t committed, const int32_t *own,
+/* out of four lanes += weights x values, `width` (a constant after inlining) vectors of 16 dimensions. first: the values have not been
+ * read yet. */
+__attribute__((always_inline)) static inline void mix(const int width, int first, int64_t total, int64_t committed, const int32_t *own,
                                                       const float *weights, const float *values, int64_t dim, lanes (*acc)[4])
 {
     for (int l = 0; l < 4; l++)
@@ -68,6 +77,7 @@ __attribute__((always_inline)) static inline void mix(const int width, int64_t t
         const float *row = values + (j < committed ? j : committed + own[j - committed]) * dim;
         const float *w = weights + j * LANES;
         lanes v[4];
+        for (int i = 0; i < width && first; i++) __builtin_prefetch(row + AHEAD * dim + i * LANES);
         for (int i = 0; i < width; i++) v[i] = *(const lanes *)(row + i * LANES);
         for (int l = 0; l < 4; l++)
             for (int i = 0; i < width; i++) acc[l][i] += w[l] * v[i];
@@ -120,8 +130,10 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
         const float *some[KEYS];
         lanes got[KEYS];
         int64_t left = total - j < KEYS ? total - j : KEYS;
-        for (int64_t c = 0; c < left; c++)
+        for (int64_t c = 0; c < left; c++) {
             some[c] = near_keys + (j + c < before ? j + c : before + own[j + c - before]) * dim;
+            fetch(near_keys + (j + c + AHEAD) * dim, dim);
+        }
         if (left == KEYS) scores(KEYS, qt, some, dim, got);
         else
             for (int64_t c = 0; c < left; c++) scores(1, qt, some + c, dim, got + c);
@@ -147,6 +159,7 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
         lanes e = exp_negative(*(lanes *)(weights + j * LANES) - best);
         *(lanes *)(weights + j * LANES) = e;
         sum += e;
+        if (j < AHEAD) fetch(near_values + j * dim, dim);
     }
     lanes inverse = 1.0f / sum;
     for (int64_t l = 0; l < used; l += 4)
@@ -154,10 +167,10 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
             lanes acc[4][4];
             int64_t width = dim - d < 4 * LANES ? (dim - d) / LANES : 4;
             const float *w = weights + l, *v = near_values + d;
-            if (width == 4) mix(4, total, before, own, w, v, dim, acc);
-            else if (width == 3) mix(3, total, before, own, w, v, dim, acc);
-            else if (width == 2) mix(2, total, before, own, w, v, dim, acc);
-            else mix(1, total, before, own, w, v, dim, acc);
+            if (width == 4) mix(4, l == 0, total, before, own, w, v, dim, acc);
+            else if (width == 3) mix(3, l == 0, total, before, own, w, v, dim, acc);
+            else if (width == 2) mix(2, l == 0, total, before, own, w, v, dim, acc);
+            else mix(1, l == 0, total, before, own, w, v, dim, acc);
             for (int64_t i = l; i < l + 4 && i < used; i++) {
                 int64_t head = task.kv_head * groups + (first + i) % groups;
                 float *to = out + ((start + rows[i]) * h->heads + head) * dim + d;
