@@ -114,11 +114,11 @@ class MemoryCorpus:
         """Token ids of answer number `entry.start`."""
         return self.ids[entry.start]
 
-    def taps_of(self, entry: Any) -> Tensor:
+    def stored_taps(self, entry: Any) -> Tensor:
         """Its taps."""
         return self.features[entry.start]
 
-    def hidden_of(self, entry: Any) -> Tensor:
+    def stored_hidden(self, entry: Any) -> Tensor:
         """Its final states."""
         return self.states[entry.start]
 

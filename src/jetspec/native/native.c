@@ -13,6 +13,7 @@
 #include "native_noise.h"
 #include "native_product.h"
 #include "native_scorer.h"
+#include "native_train.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -380,5 +381,51 @@ void jetspec_noise(const uint32_t *low, const uint32_t *high, const uint32_t *po
         uint32_t key_a, key_b;
         keys_of_row(low[row], high[row], positions[row], &key_a, &key_b);
         noise_in_row(key_a, key_b, ids, from, to, out + row * count);
+    }
+}
+
+/* Rows [rows][width], normed; inverse [rows]. */
+void jetspec_norm(const float *x, const float *weight, double eps, int64_t rows, int64_t width, float *y, float *inverse)
+{
+#pragma omp parallel for schedule(static) if (rows > PART_ROWS)
+    for (int64_t part = 0; part < (rows + PART_ROWS - 1) / PART_ROWS; part++)
+        for (int64_t r = part * PART_ROWS; r < rows && r < (part + 1) * PART_ROWS; r++)
+            norm_row(x + r * width, weight, width, (float)eps, y + r * width, inverse + r);
+}
+
+/* Gradients of a norm: dx [rows][width], or null; weight_grad [width]. Returns 0, or 1 without memory. */
+int jetspec_norm_back(const float *dy, const float *x, const float *weight, const float *inverse, int64_t rows, int64_t width, float *dx,
+                      float *weight_grad)
+{
+    int64_t parts = (rows + PART_ROWS - 1) / PART_ROWS;
+    float *sums = calloc((size_t)(parts * width + 1), sizeof(float));
+    if (!sums) return 1;
+#pragma omp parallel for schedule(static) if (parts > 1)
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t r = part * PART_ROWS; r < rows && r < (part + 1) * PART_ROWS; r++)
+            norm_row_back(dy + r * width, x + r * width, weight, inverse[r], width, dx ? dx + r * width : 0, sums + part * width);
+    memset(weight_grad, 0, sizeof(float) * (size_t)width);
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t i = 0; i < width; i++) weight_grad[i] += sums[part * width + i];
+    free(sums);
+    return 0;
+}
+
+/* silu(gate) * up for `count` items */
+void jetspec_gate(const float *gate, const float *up, int64_t count, float *y)
+{
+#pragma omp parallel for schedule(static) if (count > PART_ITEMS)
+    for (int64_t i = 0; i < count; i += LANES) put_some(y + i, gate_of(some_of(gate + i, count - i), some_of(up + i, count - i)), count - i);
+}
+
+/* Gradients of that */
+void jetspec_gate_back(const float *dy, const float *gate, const float *up, int64_t count, float *d_gate, float *d_up)
+{
+#pragma omp parallel for schedule(static) if (count > PART_ITEMS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes for_gate, for_up;
+        gate_back(some_of(dy + i, count - i), some_of(gate + i, count - i), some_of(up + i, count - i), &for_gate, &for_up);
+        put_some(d_gate + i, for_gate, count - i);
+        put_some(d_up + i, for_up, count - i);
     }
 }

@@ -168,14 +168,22 @@ class Corpus:
 
     def taps_of(self, entry: Entry) -> Tensor:
         """Taps [length, taps * H] float32."""
-        rows = self._features(entry, "taps")
-        if self._columns is not None:
-            rows = rows.view(len(rows), len(self.recorded), -1)[:, self._columns].flatten(1)
-        return rows.float()
+        return self.stored_taps(entry).float()
 
     def hidden_of(self, entry: Entry) -> Tensor:
         """Final normed states [length, H] float32; row t gives the law of token t + 1."""
-        return self._features(entry, "hidden").float()
+        return self.stored_hidden(entry).float()
+
+    def stored_taps(self, entry: Entry) -> Tensor:
+        """`taps_of` as it is stored, float16."""
+        rows = self._features(entry, "taps")
+        if self._columns is None:
+            return rows
+        return rows.view(len(rows), len(self.recorded), -1)[:, self._columns].flatten(1)
+
+    def stored_hidden(self, entry: Entry) -> Tensor:
+        """`hidden_of` as it is stored, float16."""
+        return self._features(entry, "hidden")
 
     def _features(self, entry: Entry, name: str) -> Tensor:
         if not self._resident:

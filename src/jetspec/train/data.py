@@ -120,19 +120,20 @@ def make_batch(
         tokens=_stacked([corpus.tokens(entry) for entry in entries], longest + depth),
         lengths=lengths,
         prompt_lens=torch.tensor([entry.prompt_len for entry in entries]),
-        taps=_stacked([corpus.taps_of(entry) for entry in entries], longest),
-        hidden=_stacked([corpus.hidden_of(entry) for entry in entries], longest),
+        taps=_stacked([corpus.stored_taps(entry) for entry in entries], longest, torch.float32),
+        hidden=_stacked([corpus.stored_hidden(entry) for entry in entries], longest, torch.float32),
         anchors=anchors,
         weight=supervised * weights,
         revealed=revealed,
     )
 
 
-def _stacked(rows: Many[Tensor], length: int) -> Tensor:
-    """[n, length, ...], zero-padded."""
-    padded = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+def _stacked(rows: Many[Tensor], length: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[n, length, ...], zero-padded, and converted on the way."""
+    padded = rows[0].new_empty(len(rows), length, *rows[0].shape[1:], dtype=dtype)
     for row, values in zip(padded, rows, strict=True):
-        row[: values.shape[0]] = values
+        row[: len(values)] = values
+        row[len(values) :] = 0
     return padded
 
 

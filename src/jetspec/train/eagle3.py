@@ -15,6 +15,7 @@ from jetspec.draft.eagle3_format import Eagle3Config, Eagle3Head, save_eagle3, v
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.target.target import Target
 from jetspec.train.data import Batch
+from jetspec.train.elementwise import silu_gate
 from jetspec.train.sequential import SequentialMethod, SequentialModule
 from jetspec.train.weighting import LossOptions
 
@@ -62,7 +63,7 @@ class Eagle3Module(SequentialModule):
         h = self.norm(x, "midlayer.post_attention_layernorm.weight")
         gate = F.linear(h, self.weight("midlayer.mlp.gate_proj.weight"))
         up = F.linear(h, self.weight("midlayer.mlp.up_proj.weight"))
-        return x + F.linear(F.silu(gate) * up, self.weight("midlayer.mlp.down_proj.weight"))
+        return x + F.linear(silu_gate(gate, up), self.weight("midlayer.mlp.down_proj.weight"))
 
     def last_norm(self, module: int, states: Tensor) -> Tensor:
         """The norm before the output matrix."""

@@ -23,6 +23,7 @@ from jetspec.draft.recurrent import recurrence
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.train.attention import Anchors, block_attention
 from jetspec.train.data import Batch
+from jetspec.train.elementwise import rms_norm, silu_gate
 
 
 class HeadModule(nn.Module):
@@ -142,7 +143,7 @@ class HeadModule(nn.Module):
         h = self._norm(x, name + "post_attention_layernorm.weight")
         gate = F.linear(h, self.weight(name + "mlp.gate_proj.weight"))
         up = F.linear(h, self.weight(name + "mlp.up_proj.weight"))
-        return x + F.linear(F.silu(gate) * up, self.weight(name + "mlp.down_proj.weight"))
+        return x + F.linear(silu_gate(gate, up), self.weight(name + "mlp.down_proj.weight"))
 
     def _project(self, x: Tensor, name: str, part: str) -> Tensor:
         y = F.linear(x, self.weight(f"{name}self_attn.{part}_proj.weight"))
@@ -154,7 +155,7 @@ class HeadModule(nn.Module):
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weight(name)  # float32 where products are in half precision
-        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.model.rms_norm_eps)
+        return rms_norm(x.to(weight.dtype), weight, self.model.rms_norm_eps)
 
 
 class ScorerTables:

@@ -20,6 +20,7 @@ from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import MTPConfig, MTPHead, save_mtp
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.train.data import Batch
+from jetspec.train.elementwise import silu_gate
 from jetspec.train.sequential import SequentialMethod, SequentialModule
 
 
@@ -72,7 +73,7 @@ class MTPModule(SequentialModule):
         return F.linear(x, self.weight(name + ".weight"), bias)
 
     def _mlp(self, h: Tensor, base: str) -> Tensor:
-        gated = F.silu(self._linear(h, base + "gate_proj")) * self._linear(h, base + "up_proj")
+        gated = silu_gate(self._linear(h, base + "gate_proj"), self._linear(h, base + "up_proj"))
         return self._linear(gated, base + "down_proj")
 
     def _experts(self, h: Tensor, base: str) -> Tensor:

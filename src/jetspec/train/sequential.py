@@ -26,9 +26,9 @@ from jetspec.draft.sequential import SequentialDrafter
 from jetspec.target.config import ModelConfig
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.target.target import Target
-from jetspec.target.transformer import rms_norm
 from jetspec.train.corpus import Corpus, Entry
 from jetspec.train.data import Batch
+from jetspec.train.elementwise import rms_norm
 from jetspec.train.loss import fused_loss, fused_overlap
 from jetspec.train.method import StepSums
 from jetspec.train.validate import Setting, Validation, validate_drafter
