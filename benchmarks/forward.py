@@ -33,10 +33,11 @@ from rich.table import Table
 
 from jetspec.decode.engine import Engine
 from jetspec.errors import OptionError
+from jetspec.native import native_available
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.loading import read_model
-from jetspec.target.packed import ReadProbe, native_available
+from jetspec.target.packed import ReadProbe
 from jetspec.target.plan import chunk, pack
 from jetspec.target.target import Target
 from jetspec.tree import Tree

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec import noise
-from jetspec.noise import _bits, _halves, add_noise, gumbel_noise
+from jetspec.native import native_available
+from jetspec.noise import _bits, _halves, _keys, add_noise, gumbel_noise
 from tests.helpers import chi_square_odds
 
 
@@ -65,11 +66,68 @@ def test_noise_equals_plain_integers(seed: int, position: int, token: int) -> No
     assert noise == pytest.approx(reference_noise(seed, position, token), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize(("bits", "value"), [(0, -3.1303), (2**32 - 1, 22.8739)])
-def test_noise_stays_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch, bits: int, value: float) -> None:
+def unmix(word: int) -> int:
+    """The inverse of the hash's mixing."""
+    word ^= word >> 16
+    word = word * pow(0x846CA68B, -1, 2**32) % 2**32
+    word ^= word >> 15 ^ word >> 30
+    word = word * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return word ^ (word >> 16)
+
+
+@pytest.fixture(params=["compiled", "portable"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way that noise is made in: by the compiled kernel, or by NumPy."""
+    if request.param == "portable":
+        monkeypatch.setattr(noise, "library", lambda: None)
+    elif not native_available():
+        pytest.skip("no C compiler, so there is no kernel")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("bits", "value"), [(0, -3.12999), (2**32 - 1, 22.87386)])
+def test_noise_stays_finite_at_both_ends(bits: int, value: float) -> None:
     """Guards against u = 0 or u = 1: the extreme hash values give the documented bounds."""
-    monkeypatch.setattr("jetspec.noise._mix", lambda word: word * 0 + bits)
-    assert float(gumbel_noise(1, torch.tensor([0]), 1)) == pytest.approx(value, abs=1e-3)
+    keys = _keys(_halves(77, None), np.full((1, 1), 5, dtype=np.uint32))
+    key_a, key_b = (int(key[0, 0]) for key in keys)
+    token = (unmix(unmix(bits) ^ key_b) - key_a) % 2**32
+    assert _bits(keys, np.array([token], dtype=np.uint32)).item() == bits
+    assert float(gumbel_noise(77, torch.tensor([5]), torch.tensor([token]))) == pytest.approx(value, abs=1e-4)
+
+
+@pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")
+@pytest.mark.parametrize("seed", [0, 2**63 + 5, [1, 2**64 - 1, 2**32, 7]])
+def test_the_compiled_noise_is_the_readable_one(seed: int | list[int]) -> None:
+    """Guards the kernel: the same bits at block borders, in part of a vector, for ids in any order, for any
+    number of threads; but for a rounding of the logarithm's last bit, which one value in 2**28 shows.
+    """
+    positions = torch.tensor([0, 3, 2**31, 2**32 + 9])
+    shuffled = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    for vocab in (
+        1,
+        15,
+        17,
+        4095,
+        4097,
+        49_152,
+        300_000,
+        shuffled,
+        torch.tensor([2**32 - 1, 0]),
+        shuffled[::7],
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(noise, "library", lambda: None)
+            readable = gumbel_noise(seed, positions, vocab)
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            made = gumbel_noise(seed, positions, vocab)
+            torch.set_num_threads(threads)
+            assert made.shape == readable.shape
+            other = made != readable
+            assert int(other.sum()) <= 1
+            torch.testing.assert_close(made, readable, rtol=1e-6, atol=1e-9)
 
 
 def test_arrays_and_tensors_give_the_same_bits() -> None:
@@ -78,9 +136,9 @@ def test_arrays_and_tensors_give_the_same_bits() -> None:
     words = where.numpy().astype(np.uint32), ids.numpy().astype(np.uint32)
     seeds = [0, 12345, 2**63 + 5, 2**64 - 1]
     for seed in (*seeds, seeds):
-        short = _bits(_halves(seed, None), *words)
+        short = _bits(_keys(_halves(seed, None), words[0]), words[1])
         assert short.dtype == np.uint32
-        long = _bits(_halves(seed, torch.device("cpu")), where, ids)
+        long = _bits(_keys(_halves(seed, torch.device("cpu")), where), ids)
         assert torch.equal(torch.from_numpy(short.astype(np.int64)), long)
 
 

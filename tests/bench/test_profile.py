@@ -9,8 +9,8 @@ import pytest
 from jetspec.bench.profile import Ceilings, operator_costs, profile
 from jetspec.draft.stubs import Off, Random
 from jetspec.errors import OptionError
+from jetspec.native import native_available
 from jetspec.target.loading import load_target
-from jetspec.target.packed import native_available
 from tests.helpers import jetspec, tiny_folder  # noqa: F401
 
 pytestmark = pytest.mark.skipif(

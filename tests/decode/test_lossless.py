@@ -16,10 +16,10 @@ import torch
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
+from jetspec.native import native_available
 from jetspec.sampling import History, Sampling, pick_tokens
 from jetspec.sequence import Limits, Sequence
 from jetspec.target import linear, native_attention, native_decoder
-from jetspec.target.packed import native_available
 from jetspec.target.target import Target
 from jetspec.tree import GROW
 from tests.decode.tiny import (

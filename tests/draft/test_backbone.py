@@ -8,9 +8,9 @@ import torch
 from jetspec.decode.engine import Engine
 from jetspec.draft.backbone import Backbone
 from jetspec.draft.jetspec import BlockDrafter
+from jetspec.native import native_available
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
-from jetspec.target.packed import native_available
 from tests.draft.tiny import TAPS, VOCAB, random_head, tiny_target
 
 needs_kernel = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")

@@ -26,13 +26,12 @@ from jetspec.draft.native_scorer import MarkovTables
 from jetspec.draft.path_scorer import MarkovScorer
 from jetspec.draft.shared_noise import Draws
 from jetspec.errors import HeadError
-from jetspec.target import native as build
-from jetspec.target import packed
+from jetspec.native import bindings, build, native_available
 from jetspec.tree import best_first
 from jetspec.tree.proposal import MarkovProposal
 from tests.draft.tiny import MASK, tiny_target
 
-pytestmark = pytest.mark.skipif(not packed.native_available(), reason="no C compiler, so there is no kernel")
+pytestmark = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")
 IDS, ROOTS, HIDDEN, DEPTH = 3100, 50, 64, 4  # roots are ids below ROOTS
 
 
@@ -46,8 +45,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(build, "FLAGS", flags)
         older = build.load_library.__wrapped__("native")
         assert older is not None
-        monkeypatch.setattr(packed, "load_library", lambda name: older)
-        declared = packed.library.__wrapped__()
+        monkeypatch.setattr(bindings, "load_library", lambda name: older)
+        declared = bindings.library.__wrapped__()
         monkeypatch.setattr("jetspec.draft.native_scorer.library", lambda: declared)
     yield request.param
 

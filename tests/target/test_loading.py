@@ -287,7 +287,7 @@ def test_damaged_cache_is_rebuilt_once(tmp_path: Path, monkeypatch: pytest.Monke
         save(folder)
 
     monkeypatch.setattr("jetspec.target.default_model.convert_gguf", convert)
-    monkeypatch.setattr("jetspec.target.storage._SMALL_FILE_BYTES", 10)
+    monkeypatch.setattr("jetspec.storage._SMALL_FILE_BYTES", 10)
     gguf = tmp_path / "x.gguf"
     read_model(gguf=gguf)
     weights = tmp_path / "models" / loading.DEFAULT_MODEL / "model.safetensors"

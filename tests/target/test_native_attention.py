@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetspec.target import native as build
-from jetspec.target import native_attention, packed
+from jetspec.native import bindings, build, native_available
+from jetspec.target import native_attention
 from jetspec.target.attention import Visibility, attend
 from jetspec.target.cache import KVCache
 from jetspec.target.plan import Plan, Segment, chunk, pack
 from jetspec.tree import Tree
 
-pytestmark = pytest.mark.skipif(
-    not packed.native_available(), reason="no C compiler, so there is no kernel to test"
-)
+pytestmark = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel to test")
 BUSHY = Tree.of([5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 1, 3])
 
 
@@ -146,5 +144,5 @@ def test_a_broken_compiler_is_no_error(script: str, tmp_path: Path, monkeypatch:
 
 def test_a_library_without_the_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an AttributeError for a library that holds something else."""
-    monkeypatch.setattr(packed, "load_library", lambda name: ctypes.CDLL(None))
-    assert packed.library.__wrapped__() is None
+    monkeypatch.setattr(bindings, "load_library", lambda name: ctypes.CDLL(None))
+    assert bindings.library.__wrapped__() is None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from jetspec.native import library, native_available
 from jetspec.target import packed
 from jetspec.target.attention import Visibility, attend
 from jetspec.target.cache import KVCache
@@ -23,9 +24,7 @@ from jetspec.target.rope import RotaryTable
 from jetspec.target.transformer import ForwardOutput, Transformer
 from tests.target.tiny import tiny_model
 
-needs_kernel = pytest.mark.skipif(
-    not packed.native_available(), reason="no C compiler, so there is no kernel"
-)
+needs_kernel = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")
 
 
 @pytest.fixture
@@ -71,12 +70,12 @@ def test_a_library_cut_short_is_built_again(share: float, tmp_path: Path) -> Non
     """Guards a cache file that a full disk or a power cut left short: loading half a library ends the
     process with a bus error at every start, and an empty one means the slow path for ever.
     """
-    built = Path(packed.library()._name)  # type: ignore[union-attr]
+    built = Path(library()._name)  # type: ignore[union-attr]
     data = built.read_bytes()
     (tmp_path / "native").mkdir()
     (tmp_path / "native" / built.name).write_bytes(data[: int(share * len(data))])
     script = (
-        "import torch\nfrom jetspec.target.native import load_library\n"
+        "import torch\nfrom jetspec.native.build import load_library\n"
         "print(load_library('native') is not None)"
     )
     done = subprocess.run(

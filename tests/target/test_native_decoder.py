@@ -11,10 +11,10 @@ import threading
 import pytest
 import torch
 
+from jetspec.native import native_available
 from jetspec.target import native_decoder
 from jetspec.target.cache import KVCache
 from jetspec.target.config import ModelConfig
-from jetspec.target.packed import native_available
 from jetspec.target.plan import chunk, pack
 from jetspec.target.transformer import Transformer
 from jetspec.tree import Tree

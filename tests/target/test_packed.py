@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetspec.target import native as build
+from jetspec.native import bindings, build, native_available
 from jetspec.target import packed
 from jetspec.target.linear import Linear
 from jetspec.target.packed import PackedMatrix, narrowest
 
-pytestmark = pytest.mark.skipif(not packed.native_available(), reason="no C compiler, so there is no kernel")
+pytestmark = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")
 SHAPES = [(32, 16), (33, 7), (1, 1), (576, 576), (100, 1536), (95, 130)]
 ROWS = [1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 23, 24, 25, 32, 47, 64, 130]
 
@@ -43,10 +43,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip("no AVX2 here")
         flags = tuple("-march=x86-64-v3" if f == "-march=native" else f for f in build.FLAGS)
         monkeypatch.setattr(build, "FLAGS", flags)
-        library = packed.library.__wrapped__.__globals__["load_library"].__wrapped__("native")
+        library = bindings.library.__wrapped__.__globals__["load_library"].__wrapped__("native")
         assert library is not None
-        monkeypatch.setattr(packed, "load_library", lambda name: library)
-        declared = packed.library.__wrapped__()
+        monkeypatch.setattr(bindings, "load_library", lambda name: library)
+        declared = bindings.library.__wrapped__()
         monkeypatch.setattr(packed, "library", lambda: declared)
     yield request.param
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jetspec.errors import ModelError, PromptError
-from jetspec.target.storage import cache_dir
+from jetspec.storage import cache_dir
 from jetspec.target.tokenizer import Tokenizer
 from tests.target.tiny import CHATML, TEXT, save_tokenizer, tiny_backend
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec.errors import OptionError
-from jetspec.target.packed import native_available
+from jetspec.native import native_available
 from jetspec.train import loss as loss_module
 from jetspec.train.loss import confidence_loss, fused_loss, fused_overlap, reference_loss
 from jetspec.train.native_loss import native_learn

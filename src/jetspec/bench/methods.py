@@ -17,7 +17,7 @@ from jetspec.draft.loading import NAMES as STUBS
 from jetspec.draft.loading import folder_drafter, load_drafter, packaged_head
 from jetspec.draft.sampled import SampledDrafter
 from jetspec.errors import HeadError, OptionError, UserError
-from jetspec.target.storage import user_path
+from jetspec.storage import user_path
 from jetspec.target.target import Target
 from jetspec.tree import Grow, accum, best_first, chain, dynamic
 

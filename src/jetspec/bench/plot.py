@@ -13,7 +13,7 @@ from jetspec.bench.methods import METHODS, PLAIN
 from jetspec.bench.summary import Interval, Row
 from jetspec.bench.table import totals
 from jetspec.errors import OptionError
-from jetspec.target.storage import storage_errors
+from jetspec.storage import storage_errors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec.errors import DataError, OptionError
-from jetspec.target.storage import user_path
+from jetspec.storage import user_path
 from jetspec.target.target import Target
 from jetspec.train.prompt_layouts import LAYOUTS, conversation_of
 

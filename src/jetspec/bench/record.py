@@ -19,7 +19,7 @@ import torch
 from jetspec import __version__
 from jetspec.bench.shape import fault
 from jetspec.errors import DataError
-from jetspec.target.storage import storage_errors
+from jetspec.storage import storage_errors
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What may differ between two starts of one run, whose records are put together.

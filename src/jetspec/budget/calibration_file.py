@@ -12,7 +12,7 @@ from typing import Any
 from jetspec.budget.maps import Calibration, from_values, to_values
 from jetspec.draft.head_files import WEIGHTS
 from jetspec.errors import StorageError
-from jetspec.target.storage import say
+from jetspec.storage import say
 
 FILE = "calibration.json"
 # What reading an edited or half-written JSON file can raise; numbers without end overflow.

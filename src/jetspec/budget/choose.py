@@ -17,7 +17,7 @@ from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.profile import SECONDS, SECONDS_AGAIN, Measurement, measure
 from jetspec.budget.store import CostFile, cost_facts
 from jetspec.draft.base import Drafter
-from jetspec.target.storage import say
+from jetspec.storage import say
 from jetspec.target.target import Target
 from jetspec.tree import Grow
 

@@ -23,7 +23,7 @@ from jetspec.budget.cost import CostModel
 from jetspec.draft.base import Drafter
 from jetspec.draft.head_files import WEIGHTS
 from jetspec.errors import StorageError
-from jetspec.target.storage import cache_dir
+from jetspec.storage import cache_dir
 from jetspec.target.target import Target
 from jetspec.tree import Grow
 

@@ -90,8 +90,8 @@ def bench(
     use_threads(threads)
     screen.progress(f"loading {model}")
     from jetspec.bench.methods import Heads, sort_out
+    from jetspec.storage import user_path
     from jetspec.target.loading import load_target
-    from jetspec.target.storage import user_path
 
     target = load_target(model, dtype=dtype, device=device)
     places = Heads(target, given, None if heads is None else user_path(heads), confidence)
@@ -165,7 +165,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page with all tables and plots of a run."""
     from jetspec.bench.report import page
-    from jetspec.target.storage import storage_errors
+    from jetspec.storage import storage_errors
 
     screen = Screen()
     text = page(read_run(screen, records, run))

@@ -77,7 +77,7 @@ def given_heads(values: list[str]) -> dict[str, str]:
     """METHOD=FOLDER as a mapping; a folder alone belongs to its own family. Raises OptionError, and HeadError
     for a folder whose head cannot be read.
     """
-    from jetspec.target.storage import user_path
+    from jetspec.storage import user_path
 
     found: dict[str, str] = {}
     for value in values:

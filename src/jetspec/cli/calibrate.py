@@ -190,7 +190,7 @@ def _facts(outcome: Outcome, loaded: LanguageModel, command: str) -> dict[str, A
 
 def _draw(screen: Screen, outcome: Outcome, loaded: LanguageModel, path: Path) -> Path | None:
     """The reliability plot, or a note where matplotlib is not installed."""
-    from jetspec.target.storage import storage_errors
+    from jetspec.storage import storage_errors
 
     try:
         from matplotlib.figure import Figure

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from jetspec.draft.config_keys import whole
 from jetspec.errors import HeadError, ModelError, StorageError
+from jetspec.storage import follow_umask
 from jetspec.target.config import ModelConfig
-from jetspec.target.storage import follow_umask
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = 1

@@ -19,7 +19,7 @@ from jetspec.draft.mtp_format import load_mtp
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
 from jetspec.errors import HeadError, OptionError
-from jetspec.target.storage import user_path
+from jetspec.storage import user_path
 from jetspec.target.target import Target
 
 NAMES = ("auto", "off", "random", "echo", "decoy")

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from jetspec.target.packed import MatrixStruct, PackedMatrix, library
+from jetspec.native import library
+from jetspec.target.packed import MatrixStruct, PackedMatrix
 
 Floats = npt.NDArray[np.float32]
 

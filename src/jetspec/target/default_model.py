@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jetspec.errors import DownloadError, StorageError
+from jetspec.storage import build_once, say
 from jetspec.target.gguf import check_sha256, convert_gguf
-from jetspec.target.storage import build_once, say
 
 DEFAULT_MODEL = "smollm2-135m"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.errors import ModelError
+from jetspec.storage import build_once, file_sha256, say, storage_errors
 from jetspec.target.config import ModelConfig
-from jetspec.target.storage import build_once, file_sha256, say, storage_errors
 from jetspec.target.weights import check_weights, unfused
 
 # Float32 weights take up to 16 times the bytes of a 2-bit file.

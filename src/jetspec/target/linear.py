@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.target.packed import PackedMatrix, native_available
+from jetspec.native import native_available
+from jetspec.target.packed import PackedMatrix
 
 _PACK_FOR_ROWS = 16  # the M that oneDNN's layout is chosen for; it serves every other M equally well
 _SMALLEST_PACKED = 1 << 14  # weights with fewer elements gain nothing from oneDNN

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from jetspec.errors import DownloadError, JetSpecError, ModelError, OptionError
+from jetspec.storage import remove, say, storage_errors, user_path
 from jetspec.target.config import ModelConfig, token_ids
 from jetspec.target.default_model import DEFAULT_MODEL, cached_default_model
 from jetspec.target.gguf import cached_gguf
-from jetspec.target.storage import remove, say, storage_errors, user_path
 from jetspec.target.tokenizer import Tokenizer
 from jetspec.target.weights import check_weights, read_weights
 

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from jetspec.native import library
 from jetspec.target.cache import KVCache
-from jetspec.target.packed import library
 from jetspec.target.plan import Plan
 
 _LANES = 16

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from jetspec.native import library
 from jetspec.target.cache import KVCache
 from jetspec.target.config import ModelConfig
 from jetspec.target.linear import Linear
 from jetspec.target.native_attention import NativeSegments, SegmentsStruct, native_suits
-from jetspec.target.packed import MatrixStruct, library
+from jetspec.target.packed import MatrixStruct
 from jetspec.target.plan import Plan
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ import mmap
 import statistics
 import threading
 import time
-from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from jetspec.target.native import load_library
+from jetspec.native import library
 
 _PANEL = 32
 _ALIGNMENT = 64  # bytes
@@ -37,39 +36,6 @@ class MatrixStruct(ctypes.Structure):
         ("kind", ctypes.c_int64),
         ("gated", ctypes.c_int64),
     )
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library with its functions declared, or None where it could not be built."""
-    found = load_library("native")
-    if found is None or not hasattr(found, "jetspec_layers"):  # a compiler may write anything
-        return None
-    integer, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-    found.jetspec_kinds.restype = ctypes.c_int
-    found.jetspec_packed_elements.argtypes = [pointer]
-    found.jetspec_packed_elements.restype = integer
-    found.jetspec_pack.argtypes = [pointer] * 3
-    found.jetspec_product.argtypes = [pointer, pointer, integer, integer, integer, pointer, integer]
-    found.jetspec_output.argtypes = [pointer, real, pointer, pointer, pointer, integer, pointer, pointer]
-    found.jetspec_layers.argtypes = [pointer]
-    found.jetspec_layers.restype = ctypes.c_int
-    found.jetspec_attend.argtypes = [pointer] + [integer] * 5 + [pointer, integer] * 3 + [pointer]
-    found.jetspec_attend.restype = ctypes.c_int
-    found.jetspec_place.argtypes = [pointer] * 5 + [integer] * 7 + [real]
-    found.jetspec_markov.argtypes = [pointer, pointer]
-    found.jetspec_markov.restype = ctypes.c_int
-    found.jetspec_loss.argtypes = [pointer]
-    found.jetspec_read.argtypes = [pointer, integer]
-    found.jetspec_read.restype = ctypes.c_float
-    for name in ("jetspec_pack", "jetspec_product", "jetspec_output", "jetspec_place", "jetspec_loss"):
-        getattr(found, name).restype = None
-    return found
-
-
-def native_available() -> bool:
-    """Whether the compiled kernels run on this machine."""
-    return library() is not None
 
 
 class PackedMatrix:

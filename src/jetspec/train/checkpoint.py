@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from jetspec.errors import DataError, StorageError
-from jetspec.target.storage import follow_umask
+from jetspec.storage import follow_umask
 from jetspec.train.data import Batch
 from jetspec.train.distributed import shard_like, whole_tensor
 

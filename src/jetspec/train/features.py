@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jetspec.errors import DataError, StorageError
 from jetspec.sequence import Sequence
-from jetspec.target.storage import follow_umask
+from jetspec.storage import follow_umask
 from jetspec.tree.proposal import EmptyProposal, Proposal
 
 SHARD_PREFIX = "features-"

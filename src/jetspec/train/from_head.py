@@ -17,7 +17,7 @@ from jetspec.draft.head_files import WEIGHTS
 from jetspec.draft.loading import head_kind, packaged_head
 from jetspec.draft.mtp_format import MTPHead, load_mtp
 from jetspec.errors import DataError, HeadError, OptionError
-from jetspec.target.storage import user_path
+from jetspec.storage import user_path
 from jetspec.target.target import Target
 from jetspec.train.families import find_family
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetspec.target.packed import library
+from jetspec.native import library
 from jetspec.train.weighting import LossOptions
 
 

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from jetspec.errors import StorageError
+from jetspec.storage import MANIFEST, build_once, cache_dir, follow_umask
 from jetspec.target import storage
-from jetspec.target.storage import MANIFEST, build_once, cache_dir, follow_umask
 
 # A builder for other processes: notes each build in a file, takes its time, and writes two files.
 BUILDER = """
 import sys, time
 from pathlib import Path
-from jetspec.target.storage import build_once
+from jetspec.storage import build_once
 log, seconds = Path(sys.argv[1]), float(sys.argv[2])
 def build(folder):
     with log.open("a") as stream:

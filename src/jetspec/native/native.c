@@ -10,6 +10,7 @@
 #include "native_attention.h"
 #include "native_loss.h"
 #include "native_math.h"
+#include "native_noise.h"
 #include "native_product.h"
 #include "native_scorer.h"
 
@@ -365,5 +366,19 @@ void jetspec_loss(const loss_job *j)
         }
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < j->rows; n++) learn_row(j, n);
+    }
+}
+
+/* Noise: out [rows][count], for each row's seed in two halves and its position. ids [count], or null for 0, 1, 2, ... */
+void jetspec_noise(const uint32_t *low, const uint32_t *high, const uint32_t *positions, int64_t rows, const int64_t *ids, int64_t count,
+                   float *out)
+{
+    int64_t blocks = (count + NOISE_BLOCK - 1) / NOISE_BLOCK;
+#pragma omp parallel for schedule(static) if (rows * blocks > 1)
+    for (int64_t n = 0; n < rows * blocks; n++) {
+        int64_t row = n / blocks, from = n % blocks * NOISE_BLOCK, to = from + NOISE_BLOCK < count ? from + NOISE_BLOCK : count;
+        uint32_t key_a, key_b;
+        keys_of_row(low[row], high[row], positions[row], &key_a, &key_b);
+        noise_in_row(key_a, key_b, ids, from, to, out + row * count);
     }
 }

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from jetspec.errors import StorageError
-from jetspec.target.storage import cache_dir
+from jetspec.storage import cache_dir
 
 # No -ffast-math: it may reorder sums, and then a row's bits would depend on its company.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-std=gnu11")
