@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +66,8 @@ def test_all_heads_in_calls_that_are_cut_short(
 ) -> None:
     """Guards the whole kit: calls that run out of time anywhere resume one another, all heads see the same
     number of steps and positions, and what comes out in small files is put together to heads that decode."""
-    monkeypatch.setattr(kit, "SHARD_BYTES", 10_000)
-    monkeypatch.setattr(kit, "RESERVE", 0.0)
+    monkeypatch.setattr("gpu_kit.parts.SHARD_BYTES", 10_000)
+    monkeypatch.setattr("gpu_kit.clock.RESERVE", 0.0)
     asked = [0]
 
     def left(clock: Any) -> float:
@@ -80,7 +83,7 @@ def test_all_heads_in_calls_that_are_cut_short(
     assert all(path.stat().st_size <= 10_000 for path in out.glob("*.[0-9][0-9]"))
     assert len(list(out.glob("jetspec.tar.[0-9][0-9]"))) > 1
     heads = json.loads((out / "results.json").read_text())["heads"]
-    assert list(heads) == list(kit.METHODS)
+    assert list(heads) == list(RECIPES)
     assert {head["steps"] for head in heads.values()} == {6}
     assert {head["supervised_blocks"] for head in heads.values()} == {6 * 4 * 3}
     assert all(head["validation"]["tau"]["best-first-16"] >= 1.0 for head in heads.values())
@@ -88,7 +91,7 @@ def test_all_heads_in_calls_that_are_cut_short(
 
     assert kit.main(["--step", "join", "--out", str(out)]) == 0
     target = load_target(arguments[1])
-    for method in kit.METHODS:
+    for method in RECIPES:
         assert load_drafter(out / method, target).name is not None
         assert (out / method / "log.jsonl").exists()
     answers = read_answers(out / "answers.jsonl")[0]
@@ -131,7 +134,18 @@ def test_a_gguf_in_parts(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "work" / "model.gguf").read_bytes() == data
     assert read_answers(tmp_path / "work" / "answers-0" / "answers.jsonl")[0]
     with pytest.raises(SystemExit, match="matches no file"):
-        kit.join_parts(str(tmp_path / "none.*"), tmp_path / "x")
+        import_module("gpu_kit.parts").join_parts(str(tmp_path / "none.*"), tmp_path / "x")
+
+
+def test_the_script_finds_its_parts(tmp_path: Path) -> None:
+    """Guards machines where only the repository lies: from any folder, without installed packages and with
+    Python's own search for the script's folder turned off, the help and the join work."""
+    script = str(PROJECT_ROOT / "scripts" / "gpu_train.py")
+    for more in ("--help", "--step=join"):
+        bare = [sys.executable, "-I", "-S", script, more, "--out", str(tmp_path)]
+        done = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stderr
+        assert ("--train-minutes" in done.stdout) == (more == "--help")
 
 
 def test_wrong_steps_are_named(kit: Any, arguments: list[str]) -> None:

@@ -11,52 +11,40 @@ list of texts, conversations or id lists is a batch, decoded together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
-from threading import Event, Lock
+from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, cast, overload
 
 from jetspec.budget.choose import AUTO, BudgetOption, check_budget_option
 from jetspec.config import Options, Request, check_text
 from jetspec.decode.compare import Divergence, find_divergence, in_turns
 from jetspec.decode.engine import Engine
+from jetspec.decode.result import Result, Tally, batch_results
 from jetspec.decode.round import Outcome
-from jetspec.decode.stats import Stats
+from jetspec.decode.stream import Stream
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
 from jetspec.errors import ModelError, OptionError, PromptError
 from jetspec.sampling import as_integer
-from jetspec.sequence import Emission, Finish, Kind, Sequence
 from jetspec.target.default_model import DEFAULT_MODEL
 from jetspec.target.target import Target
 from jetspec.tree import GROW
 
+__all__ = [
+    "Comparison",
+    "LanguageModel",
+    "Message",
+    "Prompt",
+    "Result",
+    "Stream",
+    "check_growth",
+    "load",
+    "published_grow",
+]
+
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Many[Message] | Many[int]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One finished request.
-
-    text, tokens   what was emitted; a stop id is in `tokens`, but not in `text`
-    kinds          per token: "accepted" (drafted), "bonus" (the target's own), "plain" (from a round without
-                   a draft)
-    prompt_tokens  length of the prompt
-    finish         "stop" (end of text or a stop string), "length" or "abort"
-    stats          counters of what is in here: tokens that a stop string took back do not count. Its seconds
-                   are those of the whole batch, decoded together: they must not be added up over a batch
-    batch          counters of the whole batch, for its speed; the same as `stats` for a single request
-    """
-
-    text: str
-    tokens: list[int]
-    kinds: list[Kind]
-    prompt_tokens: int
-    finish: Finish
-    stats: Stats
-    batch: Stats
 
 
 @dataclass(frozen=True)
@@ -85,76 +73,6 @@ class Comparison:
             for stats in (self.plain.stats, self.speculative.stats)
         )
         return plain / speculative
-
-
-class Stream:
-    """An iterator over the emissions of one request: token, kind, and the text that may be shown now.
-
-    `result` is there once it has ended. Closing it early, or leaving a `with` block, ends the request and
-    frees its memory; so does dropping the last reference. Any thread may close it.
-    """
-
-    def __init__(self, engine: Engine, sequence: Sequence) -> None:
-        self._engine = engine
-        self._tally = _Tally(sequence)
-        self._given = self._shown = 0  # emissions and characters that the reader got
-        self._closed, self._reading = Event(), Lock()
-        # No method: its frame would hold this object, and a ring of both would keep the request's memory
-        # until the next garbage collection.
-        self._emissions = _emissions(engine, self._tally, self._closed)
-
-    def __iter__(self) -> Iterator[Emission]:
-        return self
-
-    def __next__(self) -> Emission:
-        with self._reading:
-            emission = next(self._emissions)
-            self._given += 1
-            self._shown += len(emission.text)
-        if self._closed.is_set():  # by another thread, which could not end it meanwhile
-            self.close()
-        return emission
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the request; what was handed out so far is in `result`.
-
-        While another thread waits for an emission this returns at once: that thread's step is its last one,
-        and it ends the request.
-        """
-        self._closed.set()
-        if self._reading.acquire(blocking=False):
-            try:
-                self._emissions.close()
-                self._engine.abort(self._tally.sequence)
-            finally:
-                self._reading.release()
-
-    @property
-    def result(self) -> Result:
-        """The outcome, cut to what was handed out if it was closed early. Raises OptionError before the
-        end.
-        """
-        ended = self._closed.is_set() or self._given == self._tally.emitted
-        if self._tally.sequence.finished is None or not ended:
-            raise OptionError("the stream has not ended yet; read it to its end, or close it, for the result")
-        return self._tally.result(self._engine.stats, self._given, self._shown)
-
-
-def _emissions(engine: Engine, tally: _Tally, closed: Event) -> Generator[Emission, None, None]:
-    """What a stream hands out, until it was closed."""
-    try:
-        while engine.busy and not closed.is_set():
-            for outcome in engine.step():
-                tally.add(outcome)
-                yield from outcome.emissions
-    finally:
-        engine.abort(tally.sequence)
 
 
 class LanguageModel:
@@ -204,7 +122,7 @@ class LanguageModel:
         encoded = [self.encode(prompt, request) for prompt in listed]
         engine = self._engine()
         tallies = [
-            _Tally(engine.add(ids, sampling, request.limits))
+            Tally(engine.add(ids, sampling, request.limits))
             for ids, sampling in zip(encoded, samplings, strict=True)
         ]
         by_id = {tally.sequence.id: tally for tally in tallies}
@@ -220,7 +138,7 @@ class LanguageModel:
                 "others can be without it",
                 error.sequences,
             ) from error
-        results = _results(tallies, engine.stats)
+        results = batch_results(tallies, engine.stats)
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
@@ -260,7 +178,7 @@ class LanguageModel:
         sequences = in_turns([plain, speculative], ids, sampling, request.limits, see)
         results = []
         for engine, sequence in zip((plain, speculative), sequences, strict=True):
-            tally = _Tally(sequence)
+            tally = Tally(sequence)
             for outcome in kept[id(engine)]:
                 tally.add(outcome)
             results.append(tally.result(engine.stats))
@@ -359,42 +277,3 @@ def _as_list(prompts: Prompt | Many[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, bytes) or isinstance(first, (Mapping, bool)) or as_integer(first) is not None:
         return [cast("Prompt", prompts)], True
     return list(cast("Many[Prompt]", prompts)), False
-
-
-class _Tally:
-    """What one sequence's share of the rounds adds up to."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence, self.emitted = sequence, 0
-        self._rounds: list[tuple[int, int, list[Kind]]] = []  # nodes, depth of the tree, what was emitted
-
-    def add(self, outcome: Outcome) -> None:
-        kinds = [emission.kind for emission in outcome.emissions]
-        self._rounds.append((outcome.tree.budget, outcome.tree.depth, kinds))
-        self.emitted += len(kinds)
-
-    def result(self, shared: Stats, given: int | None = None, shown: int | None = None) -> Result:
-        """`shared` are the engine's: time is spent on the whole batch. `given` and `shown` are how many
-        emissions and characters a reader took; None is all.
-        """
-        sequence = self.sequence
-        assert sequence.finished is not None
-        tokens, taken = sequence.emitted[:given], list[Kind]()
-        stats = Stats(forwards=len(self._rounds), seconds=dict(shared.seconds))
-        for nodes, depth, kinds in self._rounds:
-            kept = kinds[: len(tokens) - len(taken)]  # a stop string takes tokens back that had gone out
-            taken += kept
-            stats.record(nodes, depth, kept.count("accepted"), len(kept))
-        finish: Finish = sequence.finished if given in (None, self.emitted) else "abort"
-        text = sequence.text[:shown]
-        return Result(text, tokens, taken, sequence.prompt_len, finish, stats, batch=stats)
-
-
-def _results(tallies: list[_Tally], shared: Stats) -> list[Result]:
-    """The results of a batch; `shared` are the engine's counters."""
-    results = [tally.result(shared) for tally in tallies]
-    batch = Stats()
-    for result in results:
-        batch.add(result.stats)
-    batch.forwards, batch.seconds = shared.forwards, dict(shared.seconds)
-    return [replace(result, batch=batch) for result in results]

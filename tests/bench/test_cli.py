@@ -11,6 +11,7 @@ import pytest
 
 from jetspec.bench.methods import METHODS
 from jetspec.cli import bench_run
+from jetspec.cli.bench_input import given_heads
 from jetspec.draft.checkpoint import save_head
 from jetspec.errors import HeadError, OptionError
 from tests.bench.tiny import facts, items
@@ -129,15 +130,15 @@ def test_a_head_without_a_name_is_that_of_its_family(tmp_path: Path) -> None:
     """Guards the short form: a folder says itself whose head it holds; two for one method are refused."""
     folder = tmp_path / "mine"
     save_head(folder, random_head(tiny_target(), causal=False))
-    assert bench_run.given_heads([str(folder), "mtp=heads/mtp"]) == {
+    assert given_heads([str(folder), "mtp=heads/mtp"]) == {
         "dflash": str(folder),
         "mtp": "heads/mtp",
     }
     with pytest.raises(OptionError, match="two heads for dflash"):
-        bench_run.given_heads([str(folder), "dflash=other"])
+        given_heads([str(folder), "dflash=other"])
     (folder / "config.json").write_text("{")
     with pytest.raises(HeadError, match=r"config.json cannot be read"):
-        bench_run.given_heads([str(folder)])
+        given_heads([str(folder)])
 
 
 @pytest.mark.parametrize(

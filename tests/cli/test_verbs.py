@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import jetspec as package
 from jetspec.cli import checks, options
 from jetspec.cli.app import app, command, verbs
 from jetspec.cli.demo import PROMPTS
+from jetspec.decode.compare import tie_below
 from jetspec.draft.stubs import Decoy
 from jetspec.sequence import Limits
 from jetspec.target.cache import KVCache
 from jetspec.target.default_model import DEFAULT_MODEL
 from jetspec.target.loading import load_target
 from jetspec.target.target import Target
+from tests.decode.tiny import tiny_target
 from tests.helpers import jetspec, tiny_folder
 
 __all__ = ["tiny_folder"]  # a fixture
@@ -135,6 +138,16 @@ def test_doctors_acceptance_by_depth_is_of_all_rounds(tiny_folder: Path) -> None
     facts = checks.head_facts(target, Decoy(target, depth=4, width=2), [[5, 17, 9], [8, 3]], limits)
     assert facts["tau"] > 1.2
     assert facts["tau"] == pytest.approx(1.0 + sum(facts["accepted_by_depth"]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 8), (torch.float32, 16), (torch.float64, 16)]
+)
+def test_doctor_and_ties_agree(dtype: torch.dtype, head_dim: int) -> None:
+    """Guards doctor's word: with heads of odd size it said that attention is compiled and rows have the same
+    bits in any company, while the bound of ties knew that they have not."""
+    target = tiny_target(dtype, head_dim=head_dim)
+    assert ("not row-invariant" in checks._kernel(target)) == (tie_below(target) > 0.0)
 
 
 def test_doctor_says_each_check_as_it_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_a_schedule_in_minutes_survives_a_restart(
     target: Target, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the length of a schedule that was measured: a restart must not measure it again."""
-    monkeypatch.setattr(loop_module, "_PROBE_STEPS", 3)
+    monkeypatch.setattr(loop_module, "PROBE_STEPS", 3)
     options = replace(OPTIONS, steps=None, minutes=1.0, checkpoint_minutes=1e6)
     lengths: list[int] = []
 
@@ -173,7 +173,7 @@ def test_other_minutes_do_not_change_a_schedule_that_was_measured(
 ) -> None:
     """Guards what manifest and card say: minutes given to a run that had begun were ignored silently, and
     then stated beside the steps of the old ones. Steps do change it."""
-    monkeypatch.setattr(loop_module, "_PROBE_STEPS", 3)
+    monkeypatch.setattr(loop_module, "PROBE_STEPS", 3)
     options = replace(OPTIONS, steps=None, minutes=1e-9, checkpoint_minutes=1e6)
     run(target, corpus, tmp_path, options)
     for changes, said, steps, minutes in (

@@ -8,18 +8,9 @@ from typing import Annotated
 import typer
 
 from jetspec.cli import bench_options, options
-from jetspec.cli.bench_run import (
-    budgets_of,
-    find_questions,
-    given_heads,
-    measure,
-    names_of,
-    numbers_of,
-    prepare,
-    read_run,
-    show,
-)
+from jetspec.cli.bench_input import budgets_of, find_questions, given_heads, names_of, numbers_of
 from jetspec.cli.bench_run import list_methods as list_them
+from jetspec.cli.bench_run import measure, prepare, read_run, show
 from jetspec.cli.loading import use_threads
 from jetspec.cli.profile import profile
 from jetspec.cli.screen import Screen

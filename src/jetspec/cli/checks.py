@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from jetspec.budget.choose import AUTO, BudgetOption
-from jetspec.decode.compare import Divergence, find_divergence
+from jetspec.decode.compare import Divergence, find_divergence, tie_below
 from jetspec.decode.engine import Engine
 from jetspec.draft.base import Drafter
 from jetspec.errors import ModelError
@@ -199,7 +199,9 @@ def _kernel(target: Target) -> str:
         kept = str(product.native.data.dtype).removeprefix("torch.") if product.native is not None else ""
         return f"compiled decoder, {kept} weights, row-invariant (a row's bits do not depend on its company)"
     if product.native is not None:
-        return "compiled products and attention, row-invariant"
+        if tie_below(target) == 0.0:
+            return "compiled products and attention, row-invariant"
+        return "compiled products, attention in torch (the head size is no multiple of 16), not row-invariant"
     if product.packed:
         return "oneDNN packed weights, not row-invariant (no C compiler was found)"
     return "torch linear, not row-invariant"

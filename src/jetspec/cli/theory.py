@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from jetspec.cli import bench_options, options
-from jetspec.cli.bench_run import numbers_of, read_run
+from jetspec.cli.bench_input import numbers_of
+from jetspec.cli.bench_run import read_run
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
 

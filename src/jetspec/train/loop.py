@@ -31,6 +31,7 @@ from jetspec.train.loop_options import LoopOptions
 from jetspec.train.method import StepSums, TrainingMethod
 from jetspec.train.optim import make_optimizer
 from jetspec.train.same_run import check_same_run
+from jetspec.train.schedule import PROBE_STEPS, measured_steps, planned_steps, rate_at
 from jetspec.train.validate import SETTINGS, Validation
 
 __all__ = ["LoopOptions", "Paused", "Report", "train"]
@@ -52,10 +53,6 @@ class Report:
 
 class Paused(Exception):
     """Training stopped before its end, as it was asked to, and a checkpoint holds all of it."""
-
-
-# Steps that measure the speed before a schedule in minutes is fixed; they count as training.
-_PROBE_STEPS = 12
 
 
 def train(
@@ -125,7 +122,7 @@ class _Run:
         self.optimizer = make_optimizer(
             method.module, options.optimizer, options.learning_rate, options.betas
         )
-        self.step, self.steps, self.seconds = 0, self._length(), 0.0
+        self.step, self.steps, self.seconds = 0, planned_steps(self.options, len(corpus.training)), 0.0
         self.validated = self.saved = 0.0
         self.source: str | None = None
         self.say: Callable[[str], None] = lambda line: None
@@ -147,13 +144,6 @@ class _Run:
                 f"optimizer {self.options.optimizer!r} needs whole matrices; valid with --fsdp: adamw"
             )
 
-    def _length(self) -> int | None:
-        """Steps, if they are known before the first one."""
-        options = self.options
-        if options.steps is not None or options.epochs is None:
-            return options.steps
-        return max(1, round(options.epochs * len(self.corpus.training) / options.answers))
-
     def resume(self) -> None:
         """Continue from the checkpoint of an earlier run in this folder, if there is one."""
         state = load_checkpoint(self.folder, self.method.module, self.optimizer)
@@ -165,7 +155,7 @@ class _Run:
             return
         check_same_run(self.folder, state, self.options, self._identity(), self.manifest.get("products"))
         self.step, self.seconds = state["step"], state["seconds"]
-        self.steps = self._length()
+        self.steps = planned_steps(self.options, len(self.corpus.training))
         if self.steps is None and state["steps"] is not None:
             self._keep_schedule(state["steps"], state["options"])
         self.validated = self.saved = self.seconds
@@ -211,16 +201,15 @@ class _Run:
     def advance(self) -> None:
         """One step, then whatever is due."""
         start = time.perf_counter()
-        rate = self._rate()
+        rate = rate_at(self.options, self.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums = self._learn()
         self.step += 1
         self.seconds += self.processes.agree(time.perf_counter() - start)
-        measured = self.steps is None and self.step >= _PROBE_STEPS
+        measured = self.steps is None and self.step >= PROBE_STEPS
         if measured:
-            per_step = self.seconds / self.step
-            self.steps = max(self.step, round(self.options.minutes * 60 / per_step))
+            self.steps = measured_steps(self.options, self.step, self.seconds)
         report = Report(self.step, self.steps or 0, self.seconds, sums.loss, sums.by_depth, sums.agree, rate)
         if self.seconds - self.validated >= self.options.validate_minutes * 60:
             self.validated = self.seconds
@@ -230,18 +219,6 @@ class _Run:
         # A measured length is saved at once: measured again after a restart it would be another one.
         if measured or self.seconds - self.saved >= self.options.checkpoint_minutes * 60:
             self.save()
-
-    def _rate(self) -> float:
-        """Linear warm-up, then a cosine; while the length is not known yet, the warm-up of a thousand
-        steps.
-        """
-        options, steps = self.options, self.steps or 1000
-        warm = max(1, round(options.warmup_share * steps))
-        if self.step < warm:
-            return options.learning_rate * (self.step + 1) / warm
-        progress = min(1.0, (self.step - warm) / max(1, steps - warm))
-        low = options.final_share
-        return options.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def _learn(self) -> StepSums:
         """One optimiser step. The batch is worked off in parts, whose gradients add up."""
