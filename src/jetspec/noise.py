@@ -203,6 +203,31 @@ def noise_of(seeds: Sequence[int], positions: Sequence[int], ids: Tensor, vocab:
     return torch.from_numpy(found)
 
 
+def pick_with_noise(
+    logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]
+) -> Tensor | None:
+    """argmax(logits / temperature + noise) of each row [n, V] with the noise of its seed and position: int64
+    [n], the lowest of equal ones; -1 where the largest is no finite number. None where it is not compiled: on
+    other devices, in other types.
+    """
+    lib = library()
+    if lib is None or logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        return None
+    rows = _rows.get(seeds, positions, logits.shape[-1])
+    addresses = np.array([row.ctypes.data for row in rows], dtype=np.int64)
+    picks = torch.empty(len(rows), dtype=torch.int64, device="cpu")
+    lib.jetspec_pick(
+        logits.data_ptr(),
+        logits.stride(0),
+        addresses.ctypes.data,
+        temperature,
+        len(rows),
+        logits.shape[-1],
+        picks.data_ptr(),
+    )
+    return picks
+
+
 def add_noise(scores: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> None:
     """Add to each row of float32 scores [n, V] the noise of its seed and position, in place."""
     if scores.device.type == "cpu":

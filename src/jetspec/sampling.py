@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from jetspec.errors import ModelError, OptionError
-from jetspec.noise import NOISE_AT_ONCE, add_noise
+from jetspec.noise import NOISE_AT_ONCE, add_noise, pick_with_noise
 
 GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
 MAX_TEMPERATURE = 1e3
@@ -86,6 +86,12 @@ class Sampling:
     def greedy(self) -> bool:
         """True where the token is the argmax, without noise."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def tempered(self) -> bool:
+        """True if a temperature is all that changes the law."""
+        cuts = self.top_k or self.top_p < 1.0 or self.min_p
+        return not (self.greedy or cuts or self.logit_bias or self.needs_history)
 
     @property
     def needs_history(self) -> bool:
@@ -222,12 +228,27 @@ def pick_tokens(
     assert len(logits) == len(positions), "one position per row"
     if len(logits) == 0:
         return []
+    where = positions.tolist() if isinstance(positions, Tensor) else positions
+    return _checked(_best(logits, where, sampling, [sampling.seed] * len(where), histories))
+
+
+def _best(
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sampling,
+    seeds: Sequence[int],
+    histories: Sequence[History] | None = None,
+) -> Tensor:
+    """The picks [n] of rows of logits [n, V] with a position and a seed each; -1 for a row without one."""
+    if sampling.tempered:
+        picks = pick_with_noise(logits, sampling.temperature, seeds, positions)
+        if picks is not None:
+            return picks
     if sampling.needs_history or sampling.logit_bias or not sampling.greedy:
         logits = process_logits(logits, sampling, histories)
     if not sampling.greedy:
-        where = positions.tolist() if isinstance(positions, Tensor) else positions
-        add_noise(logits, [sampling.seed] * len(where), where)
-    return _checked(best_ids(logits))
+        add_noise(logits, seeds, positions)
+    return best_ids(logits)
 
 
 def best_ids(scores: Tensor) -> Tensor:
@@ -274,12 +295,8 @@ def pick_each(logits: Tensor, positions: Sequence[int], samplings: Sequence[Samp
         kind = samplings[members[0]]
         for rows in _pieces(members, max(1, NOISE_AT_ONCE // logits.shape[-1])):
             place = slice(None) if len(rows) == len(logits) else torch.tensor(rows, device=logits.device)
-            scores = logits[place]
-            if kind.logit_bias or not kind.greedy:
-                scores = process_logits(scores, kind)
-            if not kind.greedy:
-                add_noise(scores, [samplings[row].seed for row in rows], [positions[row] for row in rows])
-            picks[place] = best_ids(scores)
+            seeds = [samplings[row].seed for row in rows]
+            picks[place] = _best(logits[place], [positions[row] for row in rows], kind, seeds)
     return _checked(picks)
 
 

@@ -30,6 +30,7 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_markov.restype = ctypes.c_int
     found.jetspec_loss.argtypes = [pointer]
     found.jetspec_noise.argtypes = [pointer] * 3 + [integer, pointer, integer, pointer]
+    found.jetspec_pick.argtypes = [pointer, integer, pointer, real, integer, integer, pointer]
     found.jetspec_norm.argtypes = [pointer, pointer, real, integer, integer, pointer, pointer]
     found.jetspec_norm_back.argtypes = [pointer] * 4 + [integer, integer, pointer, pointer]
     found.jetspec_norm_back.restype = ctypes.c_int
@@ -37,7 +38,7 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_gate_back.argtypes = [pointer] * 3 + [integer, pointer, pointer]
     found.jetspec_read.argtypes = [pointer, integer]
     found.jetspec_read.restype = ctypes.c_float
-    for name in ("pack", "product", "output", "place", "loss", "noise", "norm", "gate", "gate_back"):
+    for name in ("pack", "product", "output", "place", "loss", "noise", "pick", "norm", "gate", "gate_back"):
         getattr(found, f"jetspec_{name}").restype = None
     return found
 

@@ -11,6 +11,7 @@
 #include "native_loss.h"
 #include "native_math.h"
 #include "native_noise.h"
+#include "native_pick.h"
 #include "native_product.h"
 #include "native_scorer.h"
 #include "native_train.h"
@@ -382,6 +383,14 @@ void jetspec_noise(const uint32_t *low, const uint32_t *high, const uint32_t *po
         keys_of_row(low[row], high[row], positions[row], &key_a, &key_b);
         noise_in_row(key_a, key_b, ids, from, to, out + row * count);
     }
+}
+
+/* The picks of rows with noise of their own: logits [rows][count], `row` floats apart; noise: address of each row's. */
+void jetspec_pick(const float *logits, int64_t row, const int64_t *noise, double temperature, int64_t rows, int64_t count, int64_t *picks)
+{
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t n = 0; n < rows; n++)
+        picks[n] = pick_of_row(logits + n * row, (const float *)(intptr_t)noise[n], (float)temperature, count);
 }
 
 /* Rows [rows][width], normed; inverse [rows]. */
