@@ -56,7 +56,7 @@ def picks_of(logits: Tensor) -> list[int]:
 
 
 def test_rows_without_a_pick() -> None:
-    """Guards NaN in any lane and infinities: -1, as `best_ids` says. A banned token, minus infinity, is fine."""
+    """Guards NaN in any lane and infinities: -1, as `best_ids` says. Banned tokens (-inf) are no fault."""
     for width in (16, 33):
         for place in (0, 15, width - 1):
             sick = torch.zeros(3, width)
