@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 # A module may import its own stage and those above it.
 STAGES = (
-    ("errors", "config", "storage", "native", "noise", "sampling", "detokenize", "sequence"),
+    ("errors", "config", "storage", "native", "cuts", "noise", "sampling", "detokenize", "sequence"),
     ("tree",),
     ("verify",),
     ("target",),

@@ -11,7 +11,6 @@ idea).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetspec.cuts import keep_likely
 from jetspec.errors import ModelError, OptionError
 from jetspec.noise import NOISE_AT_ONCE, add_noise, pick_with_noise
 
 GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
 MAX_TEMPERATURE = 1e3
 MAX_BIAS = 1e9  # large enough to ban or force a token, small enough to stay finite in float32
-_NUCLEUS_FIRST = 1024  # top-p looks at so many tokens first, and sorts a row only if their mass is too small
 
 
 class History(NamedTuple):
@@ -88,10 +87,14 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def cuts(self) -> bool:
+        """True if tokens are removed by top-k, top-p or min-p."""
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def tempered(self) -> bool:
         """True if a temperature is all that changes the law."""
-        cuts = self.top_k or self.top_p < 1.0 or self.min_p
-        return not (self.greedy or cuts or self.logit_bias or self.needs_history)
+        return not (self.greedy or self.cuts or self.logit_bias or self.needs_history)
 
     @property
     def needs_history(self) -> bool:
@@ -139,7 +142,7 @@ def process_logits(logits: Tensor, sampling: Sampling, histories: Sequence[Histo
     `histories` holds one History per row and is needed when `sampling.needs_history`. Removed tokens have
     score -inf. Raises OptionError if logit_bias names a token outside the vocabulary.
     """
-    scores = logits.to(torch.float32, copy=True)
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if sampling.needs_history:
         assert histories is not None and len(histories) == len(scores), "penalties need one history per row"
         for row, history in zip(scores, histories, strict=True):
@@ -149,14 +152,8 @@ def process_logits(logits: Tensor, sampling: Sampling, histories: Sequence[Histo
     if sampling.greedy:
         return scores
     scores /= sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scores.masked_fill_(scores < kth, -math.inf)
-    if sampling.top_p < 1.0:
-        scores.masked_fill_(~_nucleus(scores, sampling.top_p), -math.inf)
-    if sampling.min_p > 0.0:
-        floor = scores.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
-        scores.masked_fill_(scores < floor, -math.inf)
+    if sampling.cuts:
+        keep_likely(scores, sampling.top_k, sampling.top_p, sampling.min_p)
     return scores
 
 
@@ -189,27 +186,6 @@ def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> None:
     scores[:, ids] += torch.tensor(list(bias.values()), dtype=torch.float32, device=scores.device)
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Which tokens top-p keeps, bool [n, V]: those that have less than top_p of mass before them in falling
-    order.
-
-    Masses are float64, so that the border does not move with the order in which a device or a batch shape
-    adds them up. Only sorted values are used and never sorted ids: the order of equal values in topk is not
-    defined, and half-precision logits have many.
-    """
-    total = torch.logsumexp(scores.to(torch.float64), dim=-1, keepdim=True)  # [n, 1]
-    values = scores.topk(min(_NUCLEUS_FIRST, scores.shape[-1]), dim=-1).values  # [n, k], falling
-    mass = (values - total).exp().cumsum(dim=-1)
-    if bool((mass[:, -1] < top_p).any()):
-        values = scores.sort(dim=-1, descending=True).values  # [n, V]
-        mass = (values - total).exp().cumsum(dim=-1)
-    kept = (mass[:, :-1] < top_p).sum(dim=-1, keepdim=True) + 1  # [n, 1]; the first token is always in
-    last = values.gather(-1, kept - 1)  # the smallest kept value
-    above = scores > last
-    equal = scores == last
-    return above | (equal & (equal.cumsum(dim=-1) <= kept - above.sum(dim=-1, keepdim=True)))
-
-
 # --- the picker
 
 
@@ -240,15 +216,17 @@ def _best(
     histories: Sequence[History] | None = None,
 ) -> Tensor:
     """The picks [n] of rows of logits [n, V] with a position and a seed each; -1 for a row without one."""
-    if sampling.tempered:
-        picks = pick_with_noise(logits, sampling.temperature, seeds, positions)
-        if picks is not None:
-            return picks
-    if sampling.needs_history or sampling.logit_bias or not sampling.greedy:
-        logits = process_logits(logits, sampling, histories)
-    if not sampling.greedy:
+    temperature = sampling.temperature
+    if not sampling.tempered and (sampling.needs_history or sampling.logit_bias or not sampling.greedy):
+        logits, temperature = process_logits(logits, sampling, histories), 1.0
+    if sampling.greedy:
+        return best_ids(logits)
+    picks = pick_with_noise(logits, temperature, seeds, positions)
+    if picks is None:
+        logits = process_logits(logits, sampling) if sampling.tempered else logits
         add_noise(logits, seeds, positions)
-    return best_ids(logits)
+        picks = best_ids(logits)
+    return picks
 
 
 def best_ids(scores: Tensor) -> Tensor:

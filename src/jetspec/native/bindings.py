@@ -30,6 +30,8 @@ def library() -> ctypes.CDLL | None:
     found.jetspec_markov.restype = ctypes.c_int
     found.jetspec_loss.argtypes = [pointer]
     found.jetspec_noise.argtypes = [pointer] * 3 + [integer, pointer, integer, pointer]
+    found.jetspec_cut.argtypes = [pointer, integer, integer, integer, real, real]
+    found.jetspec_cut.restype = ctypes.c_int
     found.jetspec_pick.argtypes = [pointer, integer, pointer, real, integer, integer, pointer]
     found.jetspec_norm.argtypes = [pointer, pointer, real, integer, integer, pointer, pointer]
     found.jetspec_norm_back.argtypes = [pointer] * 4 + [integer, integer, pointer, pointer]

@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "native_attention.h"
+#include "native_cut.h"
 #include "native_loss.h"
 #include "native_math.h"
 #include "native_noise.h"
@@ -383,6 +384,25 @@ void jetspec_noise(const uint32_t *low, const uint32_t *high, const uint32_t *po
         keys_of_row(low[row], high[row], positions[row], &key_a, &key_b);
         noise_in_row(key_a, key_b, ids, from, to, out + row * count);
     }
+}
+
+/* Rows [rows][count] of scores as they are drawn from, in place. Returns 0, or 1 without memory. */
+int jetspec_cut(float *scores, int64_t rows, int64_t count, int64_t top_k, double top_p, double log_min_p)
+{
+    int failed = 0;
+#pragma omp parallel if (rows > 1)
+    {
+        int32_t *scratch = malloc(sizeof(int32_t) * (size_t)selection_scratch(count));
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < rows; n++)
+            if (scratch) cut_row(scores + n * count, count, top_k, top_p, log_min_p, scratch);
+        free(scratch);
+    }
+    return failed;
 }
 
 /* The picks of rows with noise of their own: logits [rows][count], `row` floats apart; noise: address of each row's. */

@@ -16,6 +16,9 @@ typedef float lanes __attribute__((vector_size(64), aligned(4)));
 typedef float aligned_lanes __attribute__((vector_size(64), aligned(64)));
 typedef int32_t integers __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t shorts __attribute__((vector_size(32), aligned(2)));
+typedef float half_lanes __attribute__((vector_size(32), aligned(4)));
+typedef double doubles __attribute__((vector_size(64), aligned(8)));
+typedef int64_t longs __attribute__((vector_size(64), aligned(8)));
 
 static inline lanes all(float x) { return x - (lanes){0}; }
 

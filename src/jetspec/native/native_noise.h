@@ -12,9 +12,6 @@
 
 typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t half_words __attribute__((vector_size(32), aligned(4)));
-typedef int64_t longs __attribute__((vector_size(64), aligned(8)));
-typedef double doubles __attribute__((vector_size(64), aligned(8)));
-typedef float half_lanes __attribute__((vector_size(32), aligned(4)));
 
 /* A bijection on 32 bits: lowbias32 of C. Wellons, public domain. */
 static inline words mixed(words w)
