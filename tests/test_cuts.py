@@ -64,8 +64,10 @@ def test_equal_scores_at_the_border() -> None:
     own, other = both(flat, 0, 0.24, 0.0)
     assert own.isfinite().nonzero()[:, 1].tolist() == list(range(10)) and torch.equal(own, other)
     assert int(both(flat, 0, 1.0, 1.0)[0].isfinite().sum()) == 40
-    signs = torch.tensor([[0.0, -0.0, 1.0, -1.0]])
-    assert both(signs, 2, 1.0, 0.0)[0].tolist() == both(signs, 2, 1.0, 0.0)[1].tolist()
+    for signs in ([0.0, -0.0, 1.0, -1.0], [-0.0, 0.25], [0.25, 0.0], [-0.0, 0.0]):
+        for k in (1, 2):
+            own, other = both(torch.tensor([signs]), k, 1.0, 0.0)
+            assert torch.equal(own, other)
 
 
 def test_a_wide_nucleus_is_found() -> None:

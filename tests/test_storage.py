@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jetspec import storage
 from jetspec.errors import StorageError
 from jetspec.storage import MANIFEST, build_once, cache_dir, follow_umask
-from jetspec.target import storage
 
 # A builder for other processes: notes each build in a file, takes its time, and writes two files.
 BUILDER = """

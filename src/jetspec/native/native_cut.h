@@ -87,7 +87,14 @@ static void keep_top_k(float *scores, int64_t count, int64_t k, int32_t *scratch
 {
     selection s = lay_out(count, scratch);
     take_keys(&s, scores, 0, 0.0f, count);
-    drop_below(scores, count, value_of_one(bound_of(s.keys, s.vectors, k)));
+    int32_t bound = bound_of(s.keys, s.vectors, k), least = INT32_MAX;
+    integers lowest = INT32_MAX - (integers){0}; /* of those that reach it: a bound may lie between the two zeros, which are equal */
+    for (int64_t v = 0; v < s.vectors; v++) {
+        integers key = *(const integers *)(s.keys + v * LANES), lower = (key >= bound) & (key < lowest);
+        lowest = (key & lower) | (lowest & ~lower);
+    }
+    for (int l = 0; l < LANES; l++) least = lowest[l] < least ? lowest[l] : least;
+    drop_below(scores, count, value_of_one(least));
 }
 
 /* Falling keys, by three passes over digits; `spare` is as long. */
