@@ -26,7 +26,8 @@ from jetspec.errors import DataError
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 FEWEST = 8  # prompts of a set; a run with fewer was a trial
 STUBS = ("off", "random", "echo", "decoy")
-COMPARISON = "All methods, heads trained alike and not for long ([how](docs/evidence.md)):"
+COMPARISON = "All methods side by side"  # folded, so that the way to a first text is not far from the top
+ALIKE = "Heads trained alike and not for long ([how](docs/evidence.md))."
 NOTHING = "Nothing is recorded yet: `make bench` measures this machine and writes the table."
 
 
@@ -69,7 +70,7 @@ def table(results: Path) -> str:
     checks = _checks(Journal(results / "lossless.jsonl").read())
     parts = [
         *([_speedups(run)] if run is not None else []),
-        *([COMPARISON, *map(_compared, compared)] if compared else []),
+        *([_folded(COMPARISON, "\n\n".join([ALIKE, *map(_compared, compared)]))] if compared else []),
         *([_forward(forwards[-1])] if forwards else []),
         *([_lossless(*checks)] if checks else []),
     ]
