@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,18 @@ from jetspec import sampling
 from jetspec.errors import ModelError
 from jetspec.native import native_available
 from jetspec.noise import NoiseRows, gumbel_noise, keep_rows_in, pick_with_noise
-from jetspec.sampling import Sampling, pick_each, pick_tokens
+from jetspec.sampling import History, Sampling, pick_each, pick_tokens
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="no C compiler, so there is no kernel")
 
 
-def readable(logits: Tensor, positions: Sequence[int], options: Sampling) -> list[int]:
+def readable(
+    logits: Tensor, positions: Sequence[int], options: Sampling, histories: Sequence[History] | None = None
+) -> list[int]:
     """The picks without the kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "pick_with_noise", lambda *args: None)
-        return pick_tokens(logits, positions, options)
+        return pick_tokens(logits, positions, options, histories)
 
 
 @given(
@@ -94,13 +97,22 @@ def test_requests_of_one_batch_keep_their_seeds() -> None:
         assert pick == int(scores.argmax())
 
 
-OTHERS: list[dict[str, object]] = [
-    *({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}),
-    *({"logit_bias": {1: 2.0}}, {"presence_penalty": 0.5}, {"temperature": 0.0}),
+OTHERS: list[dict[str, Any]] = [
+    *({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": {1: 2.0, 4: -1e9}}),
+    *({"presence_penalty": 2.0}, {"repetition_penalty": 1.5, "top_p": 0.8}, {"temperature": 0.0}),
 ]
 
 
 @pytest.mark.parametrize("more", OTHERS, ids=lambda more: next(iter(more)))
-def test_other_options_go_the_readable_way(more: dict[str, object]) -> None:
-    """Guards against a kernel that forgets an option."""
-    assert not Sampling(**{"temperature": 1.0, **more}).tempered  # type: ignore[arg-type]
+def test_with_other_options_too(more: dict[str, Any]) -> None:
+    """Guards what precedes the kernel then: scores are divided by the temperature once, and no option is
+    forgotten.
+    """
+    options = Sampling(**{"temperature": 0.6, "seed": 5, **more})
+    assert not options.tempered
+    logits, positions = torch.randn(40, 60) * 2, list(range(40))
+    likely = [[0, *row.topk(5).indices.tolist()] for row in logits]
+    histories = [History(tokens, 1) for tokens in likely] if options.needs_history else None
+    found = pick_tokens(logits, positions, options, histories)
+    assert found == readable(logits, positions, options, histories)
+    assert found != pick_tokens(logits, positions, Sampling(temperature=0.6, seed=5))

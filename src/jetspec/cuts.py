@@ -1,7 +1,8 @@
 """Top-k, top-p and min-p: which tokens of a law may still be drawn.
 
-`native_cut.h` is the compiled form, in a tenth of the time. The masses of top-p are float64 in both and may
-differ in the last bits, so a border that lies on a token to that precision can fall on either side of it.
+`native_cut.h` is the compiled form: the same sets in less time, for a wide nucleus in a tenth of it. Masses
+of top-p are float64 in both and may differ in the last bits, so a border that lies on a token to that
+precision can fall on either side of it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def keep_likely(scores: Tensor, top_k: int, top_p: float, min_p: float) -> None:
     Top-k and min-p keep all tokens equal to the last one kept, top-p keeps the lowest ids among them. The
     best token always stays.
     """
-    lib = library()
-    if lib is None or scores.device.type != "cpu":
+    lib = library() if scores.device.type == "cpu" else None
+    if lib is None:
         _keep_likely(scores, top_k, top_p, min_p)
         return
     assert scores.dtype == torch.float32 and scores.is_contiguous() and scores.ndim == 2

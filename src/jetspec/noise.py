@@ -61,6 +61,8 @@ def gumbel_noise(seed: int | Sequence[int], positions: Tensor, vocab: int | Tens
     integers are exact on any device; the logarithms are taken in float64 and rounded to float32, which hides
     a device's last float64 bit in all but about one value in 2**28.
     """
+    assert isinstance(seed, int) or len(seed) == len(positions), "one seed, or one for each position"
+    assert isinstance(vocab, int) or vocab.ndim == 1
     device = positions.device
     if device.type == "mps":  # no float64 there
         ids = vocab.cpu() if isinstance(vocab, Tensor) else vocab
@@ -210,8 +212,10 @@ def pick_with_noise(
     [n], the lowest of equal ones; -1 where the largest is no finite number. None where it is not compiled: on
     other devices, in other types.
     """
-    lib = library()
-    if lib is None or logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(-1) != 1:
+    assert len(logits) == len(seeds) == len(positions)
+    suits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1
+    lib = library() if suits else None
+    if lib is None:
         return None
     rows = _rows.get(seeds, positions, logits.shape[-1])
     addresses = np.array([row.ctypes.data for row in rows], dtype=np.int64)

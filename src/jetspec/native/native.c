@@ -1,5 +1,5 @@
-/* The decoder's layers on the CPU in one call: norm, QKV, rotation, cache, attention, output, norm, gate/up, down; and a draft head's
- * path scorer.
+/* What Python calls of the compiled kernels. The largest is a decoder's layers on the CPU in one call: norm, QKV, rotation, cache,
+ * attention, output, norm, gate/up, down.
  *
  * One parallel region covers all layers; its threads meet at barriers between the stages, and each stage is divided so that no result
  * depends on the division. Activations are float32 [M][width], the residual stream `x` is updated in place.

@@ -46,11 +46,12 @@ static inline float *keys_of(const segments *s, const head_shape *h, int64_t lay
     return base + (layer * 2 * h->kv_heads + kv_head) * s->capacity[segment] * h->dim;
 }
 
-/* A row that will be needed soon. A sequence's rows come from memory, and the processor's own look ahead ends with each page. The
- * address need not exist. */
-static inline void fetch(const float *row, int64_t dim)
+/* The row `ahead` rows behind this one will be needed soon. A sequence's rows come from memory, and the processor's own look ahead ends
+ * with each page. The row need not exist, so its address is a number. */
+static inline void fetch(const float *row, int64_t ahead, int64_t dim)
 {
-    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(row + d);
+    uintptr_t address = (uintptr_t)row + (uintptr_t)(ahead * dim) * sizeof(float);
+    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch((const void *)(address + (uintptr_t)d * sizeof(float)));
 }
 
 /* Scores of `count` keys (a constant after inlining) for all lanes: each is a sum over d = 0, 1, ... */
@@ -77,7 +78,7 @@ __attribute__((always_inline)) static inline void mix(const int width, int first
         const float *row = values + (j < committed ? j : committed + own[j - committed]) * dim;
         const float *w = weights + j * LANES;
         lanes v[4];
-        for (int i = 0; i < width && first; i++) __builtin_prefetch(row + AHEAD * dim + i * LANES);
+        if (first) fetch(row, AHEAD, dim);
         for (int i = 0; i < width; i++) v[i] = *(const lanes *)(row + i * LANES);
         for (int l = 0; l < 4; l++)
             for (int i = 0; i < width; i++) acc[l][i] += w[l] * v[i];
@@ -132,7 +133,7 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
         int64_t left = total - j < KEYS ? total - j : KEYS;
         for (int64_t c = 0; c < left; c++) {
             some[c] = near_keys + (j + c < before ? j + c : before + own[j + c - before]) * dim;
-            fetch(near_keys + (j + c + AHEAD) * dim, dim);
+            fetch(some[c], AHEAD, dim);
         }
         if (left == KEYS) scores(KEYS, qt, some, dim, got);
         else
@@ -159,7 +160,7 @@ static void attend_task(const segments *s, const head_shape *h, int64_t layer, a
         lanes e = exp_negative(*(lanes *)(weights + j * LANES) - best);
         *(lanes *)(weights + j * LANES) = e;
         sum += e;
-        if (j < AHEAD) fetch(near_values + j * dim, dim);
+        if (j < AHEAD) fetch(near_values, j, dim);
     }
     lanes inverse = 1.0f / sum;
     for (int64_t l = 0; l < used; l += 4)

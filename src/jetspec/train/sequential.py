@@ -154,8 +154,8 @@ class SequentialModule(nn.Module, ABC):
         return (mixed + weights[..., length:] @ near_values).reshape(n, anchors, -1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Norm with the weight of that name, as decoding computes it, in the weight's type: autocast makes
-        products of half precision, but no norms.
+        """Norm with the weight of that name, in the weight's type: autocast makes products of half
+        precision, but no norms. In float32 it is what decoding computes.
         """
         weight = self.weight(name)
         return rms_norm(x.to(weight.dtype), weight, self.model.rms_norm_eps)
