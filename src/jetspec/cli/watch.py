@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar
 
 if TYPE_CHECKING:
@@ -29,14 +30,17 @@ class Watch:
         self.console = Console(stderr=True)
         self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True)
         self._task = self._bar.add_task("training", total=None, loss="")
+        self._lines = PlainLines("training", "steps", hidden=not self._bar.disable)
         self._smooth: list[float] = []
         self._begun = False
 
     def __enter__(self) -> Watch:
         self._bar.start()
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._lines.__exit__()
         self._bar.stop()
 
     def __call__(self, report: Report) -> None:
@@ -55,6 +59,8 @@ class Watch:
             if _BESIDE + len(text + more) <= self.console.width:
                 text += more
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
+            self._lines.total = report.steps or None
+            self._lines.show(report.step, f"loss {total}")
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
             found = f"tau {taus}" if taus else f"no tau, as {_NO_TAU}"
