@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jetspec.bench.methods import METHODS
-from jetspec.cli import bench_run
+from jetspec.cli import bench_run, plain_lines
 from jetspec.cli.bench_input import given_heads
 from jetspec.draft.checkpoint import save_head
 from jetspec.errors import HeadError, OptionError
@@ -89,6 +89,17 @@ def test_a_difference_is_exit_code_1(given: list[object], monkeypatch: pytest.Mo
     monkeypatch.setattr(KVCache, "keep", lambda self, key, path: keep(self, key, range(len(path))))
     done = jetspec(*given, "--methods", "jetspec-tree")
     assert done.code == 1 and "NOT LOSSLESS: jetspec-tree 8 on mine" in done.out
+
+
+def test_a_run_speaks_without_a_terminal(given: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards nohup: a line came only where a group of prompts ended a minute behind the last line. Nobody
+    who asks for --json or -q gets one."""
+    monkeypatch.setattr(plain_lines, "FIRST", 0.0)
+    monkeypatch.setattr(plain_lines, "EVERY", 0.001)
+    run = [*given, "--methods", "plain", "--fresh"]
+    assert "measuring: 0 of 2 groups\n" in jetspec(*run).err
+    for option in "--json", "-q":
+        assert "measuring" not in jetspec(*run, option).err
 
 
 def test_interrupted_runs_keep_what_is_done(

@@ -8,6 +8,7 @@ import pytest
 from jetspec.budget.calibration_file import load_calibration
 from jetspec.budget.choose import knowledge_of
 from jetspec.budget.maps import Calibration
+from jetspec.cli import plain_lines
 from jetspec.decode.calibration import calibrate
 from jetspec.draft.checkpoint import save_head
 from jetspec.draft.config import HeadConfig
@@ -86,6 +87,21 @@ def test_the_command_writes_what_auto_reads(tiny_folder: Path, head_folder: Path
     assert tuple(known.prospects["greedy"].gains) == gains
     text = jetspec("calibrate", *arguments, "--tokens", 60, "--nodes", 8).out
     assert "a path is accepted" in text and "held-out half" in text
+
+
+def test_a_run_speaks_without_a_terminal(
+    tiny_folder: Path, head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards nohup: nothing came between start and end. Nobody who asks for --json or -q gets a line."""
+    monkeypatch.setattr(plain_lines, "FIRST", 0.0)
+    monkeypatch.setattr(plain_lines, "EVERY", 0.001)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"Tell me about the number {n}." for n in range(12)))
+    run = ["calibrate", "--model", tiny_folder, "--head", head_folder, "--prompts", prompts]
+    run += ["--tokens", 60, "--nodes", 8, "--plot", tmp_path / "plot.png"]
+    assert " of 60 tokens, " in jetspec(*run).err
+    for option in "--json", "-q":
+        assert "decoding" not in jetspec(*run, option).err
 
 
 @pytest.mark.parametrize(

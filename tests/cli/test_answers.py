@@ -246,6 +246,33 @@ def test_an_interruption_says_how_to_go_on(
     )
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "no answer was finished, so none is kept; the same command begins again"),
+        (1, "1 finished answer is kept, and the same command goes on from there"),
+        (3, "3 finished answers are kept, and the same command goes on from there"),
+    ],
+)
+def test_an_interruption_says_how_many_are_kept(
+    count: int, text: str, tiny_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the closing line: it said that what is finished is kept where nothing was. The next run finds as
+    many answers as it says."""
+    show = progress.AnswerBar.show
+
+    def interrupted(bar: progress.AnswerBar, where: progress.Count) -> None:
+        show(bar, where)
+        if where.answered == count and (where.begun or count):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.AnswerBar, "show", interrupted)
+    done = answers(tiny_folder, "--prompts", prompts, "-o", tmp_path / "a")
+    assert (done.code, done.err.splitlines()[-1]) == (130, f"jetspec: interrupted; {text}")
+    kept = sum(len(list(read_shard(path))) for path in shard_paths(tmp_path / "a"))
+    assert kept == count
+
+
 def test_mix_and_taps() -> None:
     """Guards the two small languages of options."""
     assert parse_mix("0.7") == ((0.7, 1.0),)

@@ -50,6 +50,19 @@ def test_what_the_head_has_seen_is_told_apart(capsys: pytest.CaptureFixture[str]
     assert training.startswith("  on answers of the training: tau chain-7 2.50;")
 
 
+def test_a_tau_of_few_answers_is_no_tau(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards first tries: the table of one held-out answer read like that of forty. It is said with the first
+    validation and with the last, and not of ten answers."""
+    one = Validation({"chain-7": 1.25}, [0.25], answers=1)
+    middle = [Report(n, 9, 60.0 * n, 1.0, [1.0], [0.5], 1e-3, one) for n in (1, 2, 3)]
+    end = Report(9, 9, 600.0, float("nan"), [], [], 0.0, one)
+    lines = said(capsys, *middle, end)
+    warning = "  tau rests on 1 held-out answer and means little; train with more answers (--tokens)"
+    assert [n for n, line in enumerate(lines) if line == warning] == [1, 5] and len(lines) == 6
+    ten = Validation({"chain-7": 1.25}, [0.25], answers=10)
+    assert len(said(capsys, Report(1, 9, 60.0, 1.0, [1.0], [0.5], 1e-3, ten))) == 1
+
+
 def bar_line(watch: Watch, width: int) -> str:
     """The bar of a watch as a terminal of some width shows it."""
     paper = io.StringIO()

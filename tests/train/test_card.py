@@ -99,6 +99,11 @@ def test_a_card_says_what_a_user_needs(tmp_path: Path) -> None:
     manifest["validation"] = {"tau": TAU, "seen": {"chain-16": 2.25, "best-first-16": 3.0}}
     text = card(manifest, read_log(tmp_path / "log.jsonl"))
     assert "| 3.0 | 2.00 | 2.50 |\n| on answers of the training | 2.25 | 3.00 |\n" in text
+    assert "means little" not in text  # heads from before answers were counted
+    manifest["validation"]["answers"] = 10
+    assert "means little" not in card(manifest, [])
+    manifest["validation"]["answers"] = 1
+    assert "τ rests on 1 held-out answer and means little. A training with more" in card(manifest, [])
     del manifest["validation"]
     assert "Not validated" in card(manifest, [])
 

@@ -311,7 +311,7 @@ def test_the_end_tells_what_was_learnt_by_heart(target: Target, tmp_path: Path) 
     count = len(corpus.training)
     expected = method.validation(corpus, [corpus.training[0], corpus.training[count // 2]], SETTINGS).tau
     found = load_head(tmp_path / "run" / "head").manifest["validation"]
-    assert found["seen"] == expected != found["tau"]
+    assert found["seen"] == expected != found["tau"] and found["answers"] == 2
     logged = [line["validation"]["seen"] for line in read_log(tmp_path / "run" / "log.jsonl")]
     assert logged == [{}, {}, {}, expected]
     assert "on answers of the training" in (tmp_path / "run" / "head" / "README.md").read_text()

@@ -13,9 +13,10 @@ from jetspec.errors import DataError, OptionError, PromptError, StorageError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 from jetspec.target.target import Target
-from jetspec.train import answer_folder
+from jetspec.train import answer_folder, responses
 from jetspec.train.answers import Answer, read_answers
 from jetspec.train.features import Sample, read_shard, shard_paths
+from jetspec.train.pace import Pace
 from jetspec.train.prompts import Prompt
 from jetspec.train.replay import replay_answers
 from jetspec.train.responses import AnswerOptions, Progress, answer_prompts, expected_tokens
@@ -83,6 +84,26 @@ def test_an_interruption_keeps_finished_answers(target: Target, tmp_path: Path) 
     with pytest.raises(Killed):
         run(target, tmp_path, stop=6)
     assert [len(list(read_shard(path))) for path in shard_paths(tmp_path)] == [4, 2]
+
+
+def test_answers_under_way_are_seen(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the progress bar, which stood at 0 until the first answer was finished. What is under way is not
+    done: it counts nowhere else, and nothing of it is left at the end."""
+    seen: list[tuple[int, int, int, int]] = []
+
+    def watch(progress: Progress) -> None:
+        seen.append((progress.answered, progress.tokens, progress.begun, progress.written))
+
+    monkeypatch.setattr(responses, "Pace", lambda: Pace(0.0))
+    options = AnswerOptions(**{**OPTIONS.__dict__, "tokens": 40})
+    done = answer_prompts(target, PROMPTS, tmp_path / "watched", TAPS, options, watch)
+    assert seen[1] == (0, 0, 4, 4) and seen[2] == (0, 0, 4, 8)
+    moves = [tokens + written for _, tokens, _, written in seen]
+    assert moves == sorted(moves)
+    assert (done.begun, done.written) == (0, 0)
+    monkeypatch.setattr(responses, "Pace", lambda: Pace(1e9))
+    assert done == answer_prompts(target, PROMPTS, tmp_path / "plain", TAPS, options)
+    assert by_prompt(tmp_path / "plain") == by_prompt(tmp_path / "watched")
 
 
 @pytest.mark.parametrize(

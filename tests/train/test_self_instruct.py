@@ -18,6 +18,7 @@ from jetspec.target.tokenizer import Tokenizer
 from jetspec.train import self_instruct
 from jetspec.train.exclusion import Exclusion, words_of
 from jetspec.train.folder_lock import locked_file
+from jetspec.train.pace import Pace
 from jetspec.train.prompts import read_prompts
 from jetspec.train.self_instruct import OPENINGS, SelfCounts, SelfOptions, write_prompts
 from jetspec.train.turns import answer_end, user_frame
@@ -70,6 +71,21 @@ def test_prompts_are_reproducible(target: Target, tmp_path: Path) -> None:
     assert (tmp_path / "c.jsonl").read_bytes() == whole
     write_prompts(target, tmp_path / "d.jsonl", replace(OPTIONS, seed=1))
     assert not set(turns(tmp_path / "d.jsonl")) & set(turns(tmp_path / "a.jsonl"))
+
+
+def test_turns_under_way_are_seen(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the progress bar, in which nothing moved until the first turn was finished."""
+    seen: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(self_instruct, "Pace", lambda: Pace(0.0))
+    write_prompts(
+        target,
+        tmp_path / "a.jsonl",
+        OPTIONS,
+        on_progress=lambda counts: seen.append((counts.kept, counts.dropped, counts.tokens)),
+    )
+    tokens = [count for _, _, count in seen]
+    assert tokens[0] == 0 and tokens == sorted(tokens)
+    assert len({count for kept, _, count in seen if not kept}) > 3
 
 
 def test_prompts_are_usable(target: Target, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jetspec.cli import answer_options, options
 from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
-from jetspec.cli.progress import TokenBar, confirm_size, say
+from jetspec.cli.progress import AnswerBar, confirm_size, say
 from jetspec.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def answer_here(
     if settings.features:
         expected = expected_tokens(target, chosen.prompts, settings)
         confirm_size(target.config, layers, expected, folder, yes)
-    with goes_on(), TokenBar("answers", settings.tokens) as bar:
+    bar = AnswerBar("answers", settings.tokens)
+    with goes_on("answer", lambda: bar.kept), bar:
         done = answer_prompts(target, chosen.prompts, folder, layers, settings, bar.show)
     say(*done.report(settings.tokens), f"  {folder}")
 
@@ -174,7 +175,8 @@ def answer_there(where: Endpoint, chosen: PromptSet, folder: Path, settings: Ans
     """Let an endpoint answer; the text only."""
     from jetspec.train.endpoint import ask_endpoint
 
-    with goes_on(), TokenBar("answers", settings.tokens) as bar:
+    bar = AnswerBar("answers", settings.tokens)
+    with goes_on("answer", lambda: bar.kept), bar:
         done = ask_endpoint(where, chosen.prompts, folder, settings, bar.show)
     text = folder / "answers.jsonl"
     say(*done.report(settings.tokens), f"  {text}; features: jetspec answers --from {text}")
@@ -233,7 +235,8 @@ def replay(target: Target, found: Many[Answer], folder: Path, taps: str | None, 
 
     layers = parse_taps(taps, target.config.num_layers)
     confirm_size(target.config, layers, expected_rows(target, found), folder, yes)
-    with goes_on(), TokenBar("features", None) as bar:
+    bar = AnswerBar("features", answers=len(found))
+    with goes_on("answer", lambda: bar.kept), bar:
         done = replay_answers(target, found, folder, layers, bar.show)
     say(*done.report(), f"  {folder}")
 

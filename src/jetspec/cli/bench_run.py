@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from jetspec.cli.interrupt import Interrupted
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import OptionError
@@ -142,17 +142,15 @@ def _watch(
     fresh: see `Bench.run`.
     """
     hidden = hidden or screen.quiet
-    on_terminal = screen.err.is_terminal and not hidden
-    start = last = time.monotonic()
-    with new_bar(screen.err, elapsed=True, hidden=hidden, transient=True) as bar:
-        task = bar.add_task("measuring", total=len(missing))
+    bar = new_bar(screen.err, elapsed=True, hidden=hidden, transient=True)
+    lines = PlainLines("measuring", "groups", len(missing), hidden=hidden or not bar.disable)
+    task = bar.add_task("measuring", total=len(missing))
+    with bar, lines:
+        lines.show(0)
         for number, item in enumerate(made.run(missing, done, fresh), start=1):
-            bar.update(task, advance=1, description=f"{item.set}, T = {item.temperature:g}")
-            now = time.monotonic()
-            if not on_terminal and not hidden and now - last > 60:
-                left = (now - start) / number * (len(missing) - number) / 60
-                screen.note(f"jetspec: {number} of {len(missing)} groups, about {left:.0f} min left")
-                last = now
+            case = f"{item.set}, T = {item.temperature:g}"
+            bar.update(task, advance=1, description=case)
+            lines.show(number, f"the last of {case}")
 
 
 def show(screen: Screen, run: Run, rows: list[Row], json: bool) -> None:

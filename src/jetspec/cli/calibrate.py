@@ -10,6 +10,7 @@ import typer
 
 from jetspec.cli import options
 from jetspec.cli.loading import open_model
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 from jetspec.errors import HeadError, OptionError
@@ -109,8 +110,15 @@ def _run(
 
     per_prompt = calibration.MAX_TOKENS // 2  # many answers end early
     ids = _prompt_ids(loaded, sources, max(16, tokens // per_prompt))
-    with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
-        task = bar.add_task("decoding", total=tokens)
+    bar = new_bar(screen.err, hidden=screen.quiet, transient=True)
+    lines = PlainLines("decoding", "tokens", tokens, hidden=screen.quiet or not bar.disable)
+    task = bar.add_task("decoding", total=tokens)
+
+    def watch(emitted: int) -> None:
+        bar.update(task, completed=emitted)
+        lines.show(emitted)
+
+    with bar, lines:
         return calibration.calibrate(
             loaded.target,
             loaded.drafter,
@@ -118,7 +126,7 @@ def _run(
             tokens=tokens,
             nodes=nodes,
             grow=loaded.grow,
-            watch=lambda emitted: bar.update(task, completed=emitted),
+            watch=watch,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -12,9 +12,22 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def goes_on() -> Iterator[None]:
-    """Work that the same command takes up again; Ctrl-C within the block says so."""
+def goes_on(what: str, kept: Callable[[], int | None]) -> Iterator[None]:
+    """Work that the same command takes up again; Ctrl-C within the block says so, and how much is kept.
+
+    what: one finished piece, such as "answer".
+    kept: how many of them are kept; None if that is not known yet.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("what is finished is kept, and the same command goes on from there") from None
+        raise Interrupted(_kept(what, kept())) from None
+
+
+def _kept(what: str, count: int | None) -> str:
+    if count is None:
+        return "what is finished is kept, and the same command goes on from there"
+    if not count:
+        return f"no {what} was finished, so none is kept; the same command begins again"
+    pieces = f"1 finished {what} is" if count == 1 else f"{count} finished {what}s are"
+    return f"{pieces} kept, and the same command goes on from there"

@@ -1,5 +1,5 @@
-"""What long work shows: a bar on a terminal, lines at the end, and a question before gigabytes are written.
-All on standard error.
+"""What long work shows: a bar on a terminal (`plain_lines` elsewhere), lines at the end, and a question
+before gigabytes are written. All on standard error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import typer
 
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.screen import printable
 from jetspec.errors import StorageError
 
@@ -73,27 +74,57 @@ class Count(Protocol):
 
     answered: int
     tokens: int
+    begun: int
+    written: int
+
+    @property
+    def skipped(self) -> int:
+        """Prompts without an answer."""
 
 
-class TokenBar:
-    """A progress bar of answer tokens; without a total it counts only."""
+class AnswerBar:
+    """Progress of answers on standard error: a bar on a terminal, plain lines elsewhere.
 
-    def __init__(self, label: str, total: int | None) -> None:
-        self._bar = new_bar(None, "tokens, {task.fields[answered]} answers")
-        self._total = total
-        self._task = self._bar.add_task(label, total=total, answered=0)
+    What is counted is tokens, those of answers under way included, or answers where `answers` says how many
+    there will be.
 
-    def __enter__(self) -> TokenBar:
+    Attributes:
+        kept: answers that were done when it was told last; None before.
+    """
+
+    def __init__(self, label: str, tokens: int | None = None, answers: int | None = None) -> None:
+        by_answers = answers is not None
+        self._by_answers, self._total = by_answers, answers if by_answers else tokens
+        self.kept: int | None = None
+        unit = "answers" if by_answers else "tokens"
+        self._bar = new_bar(None, unit + "{task.fields[more]}")
+        self._task = self._bar.add_task(label, total=self._total, more="")
+        self._lines = PlainLines(label, unit, self._total, hidden=not self._bar.disable)
+
+    def __enter__(self) -> AnswerBar:
         self._bar.start()
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._lines.__exit__()
         self._bar.stop()
 
     def show(self, count: Count) -> None:
         """Where a run stands."""
-        done = count.tokens if self._total is None else min(count.tokens, self._total)
-        self._bar.update(self._task, completed=done, answered=count.answered)
+        self.kept = count.answered
+        if self._by_answers:
+            done, more = count.answered + count.skipped, f"{count.tokens} tokens"
+        else:
+            done, more = count.tokens + count.written, f"{count.answered} answers"
+            more += f", {count.begun} under way" if count.begun else ""
+        ending = False
+        if self._total is not None and done >= self._total:
+            # The run ends when that many tokens are those of whole answers; a full bar would say it has.
+            ending = not self._by_answers and count.tokens < self._total
+            done = self._total - ending
+        self._bar.update(self._task, completed=done, more=f", {more}")
+        self._lines.show(done, more, ending=ending)
 
 
 def confirm_size(config: ModelConfig, taps: tuple[int, ...], tokens: float, folder: Path, yes: bool) -> None:

@@ -10,6 +10,7 @@ import typer
 from jetspec.cli import answer_options, options
 from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar, say
 from jetspec.errors import DataError
 
@@ -95,11 +96,20 @@ def own_prompts(target: Target, path: Path, answers: AnswerOptions, begun: bool)
 def _write(target: Target, path: Path, wanted: SelfOptions, exclusion: Exclusion | None = None) -> SelfCounts:
     from jetspec.train.self_instruct import write_prompts
 
-    with goes_on(), new_bar() as bar:
-        task = bar.add_task("prompts", total=wanted.count)
-        return write_prompts(
-            target, path, wanted, exclusion, lambda counts: bar.update(task, completed=counts.kept)
-        )
+    kept: int | None = None
+    bar = new_bar(None, "{task.fields[more]}")
+    task = bar.add_task("prompts", total=wanted.count, more="")
+    lines = PlainLines("prompts", "prompts", wanted.count, hidden=not bar.disable)
+
+    def show(counts: SelfCounts) -> None:
+        nonlocal kept
+        kept = counts.kept
+        more = f"{counts.dropped} dropped, {counts.tokens} tokens written"
+        bar.update(task, completed=kept, more=more)
+        lines.show(kept, more)
+
+    with goes_on("prompt", lambda: kept), bar, lines:
+        return write_prompts(target, path, wanted, exclusion, show)
 
 
 def _topics(path: Path | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar
 
 if TYPE_CHECKING:
@@ -29,14 +30,17 @@ class Watch:
         self.console = Console(stderr=True)
         self._bar = new_bar(self.console, "{task.fields[loss]}", elapsed=True)
         self._task = self._bar.add_task("training", total=None, loss="")
+        self._lines = PlainLines("training", "steps", hidden=not self._bar.disable)
         self._smooth: list[float] = []
-        self._begun = False
+        self._begun = self._warned = False
 
     def __enter__(self) -> Watch:
         self._bar.start()
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._lines.__exit__()
         self._bar.stop()
 
     def __call__(self, report: Report) -> None:
@@ -55,15 +59,30 @@ class Watch:
             if _BESIDE + len(text + more) <= self.console.width:
                 text += more
             self._bar.update(self._task, completed=report.step, total=report.steps or None, loss=text)
+            self._lines.total = report.steps or None
+            self._lines.show(report.step, f"loss {total}")
         if report.validation is not None:
             taus = ", ".join(f"{name} {tau:.2f}" for name, tau in report.validation.tau.items())
             found = f"tau {taus}" if taus else f"no tau, as {_NO_TAU}"
             self.say(f"step {report.step}, {report.seconds / 60:.1f} min: {found}")
+            few = self._few(report.validation.answers, last=not report.by_depth)
+            if few:
+                self.say(few)
             if seen := report.validation.seen:
                 taus = ", ".join(f"{name} {tau:.2f}" for name, tau in seen.items())
                 self.say(
                     f"  on answers of the training: tau {taus}; if that is far more, new answers help most"
                 )
+
+    def _few(self, answers: int, last: bool) -> str:
+        """A warning about a tau of very few answers, with the first validation and with the last."""
+        from jetspec.train.validate import FEW
+
+        if not 0 < answers < FEW or (self._warned and not last):
+            return ""
+        self._warned = True
+        held_out = "1 held-out answer" if answers == 1 else f"{answers} held-out answers"
+        return f"  tau rests on {held_out} and means little; train with more answers (--tokens)"
 
     def say(self, text: str) -> None:
         """A line beside the bar."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,6 +48,8 @@ class Progress:
     cut               conversations that ended early: a later turn would follow an answer that was cut off
                       or empty, or had grown too long
     exhausted         whether all prompts are answered, or asked in vain, with fewer tokens than wanted
+    begun, written    just now: turns whose answers are under way, and their tokens so far. They are done, and
+                      counted above, when they are whole
     """
 
     answered: int = 0
@@ -58,6 +60,8 @@ class Progress:
     failed: int = 0
     cut: int = 0
     exhausted: bool = False
+    begun: int = field(default=0, compare=False)
+    written: int = field(default=0, compare=False)
 
     @property
     def skipped(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.train.log import read_log, write_whole
+from jetspec.train.validate import FEW
 
 _TITLES = {
     "jetspec": ("JetSpec", "arXiv 2606.18394"),
@@ -103,6 +104,18 @@ def _reached(manifest: Mapping[str, Any], records: list[dict[str, Any]]) -> list
         f"|---|{'---|' * len(final)}",
         *(f"| {' | '.join(row)} |" for row in rows),
         *_seen(manifest["validation"].get("seen"), final),
+        *_few(manifest["validation"].get("answers", 0)),
+    ]
+
+
+def _few(answers: int) -> list[str]:
+    """A warning about a tau of very few answers; heads from before they were counted have 0."""
+    if not 0 < answers < FEW:
+        return []
+    return [
+        "",
+        f"τ rests on {_count(answers, 'held-out answer')} and means little. A training with more answers "
+        "(`--tokens`) holds more of them out.",
     ]
 
 

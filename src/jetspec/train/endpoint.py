@@ -179,7 +179,12 @@ class _Run:
         while self._queue and self.progress.tokens < self.options.tokens:
             turn: Turn | None = self._queue.popleft()
             while turn is not None and self.progress.tokens < self.options.tokens:
-                turn = await self._turn(client, turn)
+                self.progress.begun += 1
+                self.on_progress(self.progress)
+                try:
+                    turn = await self._turn(client, turn)
+                finally:
+                    self.progress.begun -= 1
                 self.on_progress(self.progress)
 
     async def _turn(self, client: httpx.AsyncClient, turn: Turn) -> Turn | None:

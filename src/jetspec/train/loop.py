@@ -279,6 +279,7 @@ class _Run:
             if not held_out:  # 1.00, the mean of nothing, would read like a head that is never right
                 return Validation()
             found = self.method.validation(corpus, held_out[:count], SETTINGS)
+            found.answers = len(held_out[:count])
             if seen and training:
                 spread = training[:: max(1, len(training) // count)][:count]  # some of every folder
                 found.seen = self.method.validation(corpus, spread, SETTINGS).tau

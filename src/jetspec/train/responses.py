@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from jetspec.train.answer_folder import AnswerFolder, Progress
 from jetspec.train.answers import Answer, spelled
 from jetspec.train.conversation import Turn, follow, next_turns, prompts_hash, turn_numbers
 from jetspec.train.features import Recorder, Sample
+from jetspec.train.pace import Pace
 from jetspec.train.prompts import Prompt
 from jetspec.train.turns import check_template, prompt_ids
 
@@ -117,6 +118,8 @@ def answer_prompts(
 ) -> Progress:
     """Answer prompts into `folder` until `options.tokens` answer tokens exist or the prompts run out.
 
+    `on_progress` is called when an answer is kept, and a few times a second while answers are under way.
+
     Raises:
         DataError: the folder holds answers made with other taps, prompts or options.
         PromptError: the target has no chat template, and `options.raw` is off.
@@ -130,13 +133,14 @@ def answer_prompts(
         on_progress(run.progress)
         if run.progress.tokens >= options.tokens:
             return run.progress
-        for answer, sample in run.answers():
+        for answer, sample in run.answers(on_progress):
             store.add(answer, sample)
             on_progress(run.progress)
             if run.progress.tokens >= options.tokens:
                 break
         else:
             run.progress.exhausted = True
+        run.under_way(())  # what is not whole is dropped
     return run.progress
 
 
@@ -173,28 +177,39 @@ class _Run:
                 store.mend(lines[number])
             self._count(lines[number], sample.answer_len)
 
-    def answers(self) -> Iterator[tuple[Answer, Sample | None]]:
-        """Every turn that is left, as it is answered."""
-        options = self.options
+    def answers(
+        self, on_progress: Callable[[Progress], None] = lambda progress: None
+    ) -> Iterator[tuple[Answer, Sample | None]]:
+        """Every turn that is left, as it is answered; `on_progress` sees the answers under way grow."""
+        options, pace = self.options, Pace()
         queue = deque(next_turns(self.prompts, options.part, options.raw, self.done, self.progress))
-        active: dict[int, Turn] = {}  # by sequence id
+        active: dict[int, tuple[Turn, Sequence]] = {}  # by sequence id
         while queue or self.engine.busy:
             while queue and len(active) < options.batch:
                 turn = queue.popleft()
                 sequence = self._submit(turn)
                 if sequence is not None:
-                    active[sequence.id] = turn
+                    active[sequence.id] = turn, sequence
             for outcome in self.engine.step():
                 sequence = outcome.sequence
                 if sequence.finished is None:
                     continue
-                turn = active.pop(sequence.id)
+                turn, _ = active.pop(sequence.id)
                 answer = self._answer(turn, sequence.emitted, sequence.sampling.temperature)
                 self._count(answer, len(sequence.emitted))
                 later = follow(self.prompts[turn.prompt], turn, answer, options.raw, self.progress)
                 if later is not None:
                     queue.appendleft(later)
+                self.under_way(s for _, s in active.values())
                 yield answer, self._sample(sequence, answer)
+            if pace.due():
+                self.under_way(s for _, s in active.values())
+                on_progress(self.progress)
+
+    def under_way(self, sequences: Iterable[Sequence]) -> None:
+        """Count what is begun and not done."""
+        lengths = [len(s.tokens) - s.prompt_len for s in sequences]
+        self.progress.begun, self.progress.written = len(lengths), sum(lengths)
 
     def _submit(self, turn: Turn) -> Sequence | None:
         """Hand a turn to the engine; None if it cannot be answered, which is counted."""

@@ -11,7 +11,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jetspec.config import check_least, check_train_seed
@@ -22,6 +22,7 @@ from jetspec.sequence import Limits, Sequence
 from jetspec.target.target import Target
 from jetspec.train.exclusion import Exclusion, words_of
 from jetspec.train.folder_lock import locked_file
+from jetspec.train.pace import Pace
 from jetspec.train.turns import user_frame
 
 # fmt: off
@@ -71,7 +72,11 @@ class SelfOptions:
 
 @dataclass
 class SelfCounts:
-    """Prompts kept by this run and before it, and turns dropped by this run."""
+    """Prompts kept by this run and before it, and turns dropped by this run.
+
+    tokens: of all turns that this run wrote, those that are dropped or still under way included. It moves
+        from the first rounds on, while the first prompt waits for its end.
+    """
 
     kept: int = 0
     unfinished: int = 0
@@ -79,6 +84,7 @@ class SelfCounts:
     garbled: int = 0
     duplicates: int = 0
     excluded: int = 0
+    tokens: int = field(default=0, compare=False)
 
     @property
     def dropped(self) -> int:
@@ -113,7 +119,8 @@ def write_prompts(
     on_progress: Callable[[SelfCounts], None] = lambda counts: None,
 ) -> SelfCounts:
     """Write prompts as JSON lines with `turns`, or go on with a file that was begun with the same options.
-    What is written depends on target, options (but for `batch`) and exclusion alone.
+    What is written depends on target, options (but for `batch`) and exclusion alone. `on_progress` is called
+    when a turn is judged, and a few times a second in between.
 
     Raises:
         PromptError: the target has no chat template.
@@ -145,7 +152,14 @@ def _write(
     on_progress(counts)
     if counts.kept >= options.count:
         return counts
-    for sequence, opening in _turns(target, options, attempt):
+    ended = 0  # tokens of the turns that are judged
+
+    def show(under_way: int) -> None:
+        counts.tokens = ended + under_way
+        on_progress(counts)
+
+    for sequence, opening in _turns(target, options, attempt, show):
+        ended += len(sequence.emitted)
         text = (opening + sequence.text).strip()
         if _usable(target, sequence, text, seen, exclusion, counts):
             seen.add(words_of(text))
@@ -165,8 +179,12 @@ def _write(
     return counts
 
 
-def _turns(target: Target, options: SelfOptions, first: int) -> Iterator[tuple[Sequence, str]]:
-    """The target's user turns from number `first` on, in order, each with the words that it began with."""
+def _turns(
+    target: Target, options: SelfOptions, first: int, show: Callable[[int], None]
+) -> Iterator[tuple[Sequence, str]]:
+    """The target's user turns from number `first` on, in order, each with the words that it began with.
+    `show` is told the tokens of those that are not yielded yet.
+    """
     tokenizer = target.tokenizer
     frames = _frames(target, options.topics)
     after = frames[0][1]
@@ -178,7 +196,7 @@ def _turns(target: Target, options: SelfOptions, first: int) -> Iterator[tuple[S
     )
     engine = Engine(target, None, budget=0, max_batch=options.batch)
     running: list[tuple[Sequence, str]] = []
-    submitted = first
+    submitted, pace = first, Pace()
     try:
         while True:
             while (
@@ -194,6 +212,8 @@ def _turns(target: Target, options: SelfOptions, first: int) -> Iterator[tuple[S
             engine.step()
             while running and running[0][0].finished is not None:
                 yield running.pop(0)
+            if pace.due():
+                show(sum(len(s.tokens) - s.prompt_len for s, _ in running))
     finally:
         for sequence, _ in running:
             engine.abort(sequence)

@@ -28,6 +28,7 @@ SETTINGS: list[Setting] = [
     ("chain", GROW["chain"], 16),
     *(("best-first", GROW["best-first"], n) for n in (4, 8, 16, 32)),
 ]
+FEW = 10  # held-out answers below which tau is hardly more than chance
 _BATCH = 16  # answers that a drafter follows at once
 
 
@@ -38,11 +39,13 @@ class Validation:
 
     seen: tau on as many answers that the head was trained on, where that was asked for. How far it lies above
     `tau` is what new answers have to give; more steps on the same ones cannot.
+    answers: how many held-out answers `tau` rests on; 0 where nobody counted them.
     """
 
     tau: dict[str, float] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
     seen: dict[str, float] = field(default_factory=dict)
+    answers: int = 0
 
 
 class Tally:
