@@ -186,11 +186,12 @@ def _prompt_ids(loaded: LanguageModel, sources: list[str] | None, count: int) ->
 def _command(loaded: LanguageModel, head: str, sources: list[str] | None, tokens: int, nodes: int) -> str:
     """The command to run again. What others cannot find where it is here goes by its name alone."""
     from jetspec.api import published_grow
+    from jetspec.draft.loading import PACKAGED
 
     words = ["jetspec calibrate"]
     if loaded.target.name != options.DEFAULT_MODEL:
         words.append(f"--model {_shown(loaded.target.name)}")
-    if head != "auto":
+    if head not in PACKAGED:
         words.append(f"--head {_shown(head)}")
     words += [f"--prompts {Path(source).name}" for source in sources or ()]
     words.append(f"--tokens {tokens} --nodes {nodes}")
