@@ -132,8 +132,8 @@ def _decode(
     )
     tell(
         f"(every τ below is of {len(prompts)} made-up prompts with {limits.max_tokens} tokens each, and"
-        " random, echo and decoy are no heads: it is low, and a check, not a measurement; for that: jetspec"
-        " bench)"
+        " three of the drafters are stubs, no heads: it is low, and a check, not a measurement; for that:"
+        " jetspec bench)"
     )
     runs: list[dict[str, Any]] = []
     with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
