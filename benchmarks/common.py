@@ -19,7 +19,7 @@ from jetspec.cli.progress import new_bar
 from jetspec.decode.engine import Engine
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
-from jetspec.draft.loading import load_drafter, packaged_head
+from jetspec.draft.loading import PACKAGED, load_drafter, packaged_head
 from jetspec.errors import OptionError, UserError
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
@@ -103,11 +103,11 @@ def provenance(script: Path, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def head_identity(head: str, target: Target) -> dict[str, str | None]:
     """What `--head` stands for: its name and, for a folder, a hash of its weights. The path is left out."""
-    folder = packaged_head(target.name) if head == "auto" else Path(head).expanduser()
+    folder = packaged_head(target.name) if head in PACKAGED else Path(head).expanduser()
     weights = None if folder is None else folder / "model.safetensors"
     if weights is None or not weights.is_file():
-        return {"name": "off" if head == "auto" else head, "sha256": None}
-    name = "auto" if head == "auto" else Path(head).name
+        return {"name": "off" if head in PACKAGED else head, "sha256": None}
+    name = "auto" if head in PACKAGED else Path(head).name
     return {"name": name, "sha256": record.file_hash(weights)}
 
 

@@ -331,6 +331,18 @@ def test_empty_prompts_are_refused(model: LanguageModel, prompt: object) -> None
         model.generate(prompt)  # type: ignore[call-overload]
 
 
+def test_errors_speak_of_the_library(model: LanguageModel) -> None:
+    """Guards against advice for the command line where there is none."""
+    with pytest.raises(PromptError, match=r"^the prompt is empty: give at least one word$"):
+        model.generate("")
+
+
+def test_a_model_says_what_it_is(model: LanguageModel, tiny_folder: Path) -> None:
+    """Guards notebooks and logs against a bare address."""
+    assert repr(model) == f"<LanguageModel {str(tiny_folder)!r}, head decoy, budget 12>"
+    assert repr(LanguageModel(model.target)).endswith(", head off, budget auto>")
+
+
 @pytest.mark.parametrize("prompt", [None, 7, b"Hello", [1, "a"], [{"role": "user"}, 3], [None], [True]])
 def test_what_is_no_prompt_is_refused(model: LanguageModel, prompt: object) -> None:
     """Guards against a traceback from the tokenizer for a prompt of the wrong type."""

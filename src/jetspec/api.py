@@ -100,6 +100,9 @@ class LanguageModel:
         self.drafter: Drafter = drafter if drafter is not None else Off()
         self.budget, self.grow = budget, published_grow(self.drafter) if grow is None else grow
 
+    def __repr__(self) -> str:
+        return f"<LanguageModel {self.target.name!r}, head {self.drafter.name}, budget {self.budget}>"
+
     @overload
     def generate(
         self, prompts: str | list[dict[str, Any]] | list[int], **options: Unpack[Options]
@@ -233,8 +236,8 @@ def load(
     """Load a target and its draft head.
 
     model: "smollm2-135m", a Hugging Face folder, a `.gguf` file or a hub id.
-    head: "auto" (the head packaged for this target, none if there is none), "off", a stub ("random", "echo",
-    "decoy") or the folder of a head.
+    head: "auto" or "default" (the head packaged for this target, none if there is none), "off", a stub
+    ("random", "echo", "decoy") or the folder of a head.
     budget: drafted nodes per round, or "auto", which measures this machine for some seconds at its first use
     and then verifies what pays (docs/budget.md).
     grow: how trees are grown; None is as the head's family was published: "best-first" for JetSpec, "dynamic"

@@ -131,4 +131,4 @@ def check_train_seed(seed: int) -> None:
 def check_text(text: str, raw: bool = False) -> None:
     """Raise PromptError if a text prompt is empty; blanks are a prompt only if it is used raw."""
     if not (text if raw else text.strip()):
-        raise PromptError("the prompt is empty: give at least one word ('-' reads it from standard input)")
+        raise PromptError("the prompt is empty: give at least one word")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jetspec.cli.app import arguments
+from jetspec.cli.app import arguments, command
 from jetspec.cli.main import main
 from tests.helpers import CONTEXT, changed_model, jetspec, tiny_folder
 
@@ -44,7 +44,7 @@ __all__ = ["tiny_folder"]  # a fixture
         (["--stop", "\udcff"], "--stop is not UTF-8 text"),
         (["--system", "\udcff"], "--system is not UTF-8 text"),
         (["--head", "~no-such-user/x"], "head '~no-such-user/x' was not found"),
-        (["--head", "nowhere"], "head 'nowhere' was not found; valid: auto, off, random"),
+        (["--head", "nowhere"], "head 'nowhere' was not found; valid: auto, default, off, random"),
         (["--colour"], "No such option: --colour"),
         (["another"], "unexpected extra argument"),
     ],
@@ -80,9 +80,10 @@ def test_tree_counts_rounds_from_one(tiny_folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "   ", "\n"])
 def test_an_empty_prompt_is_refused_before_loading(text: str) -> None:
     """Guards the user's time: the model, which does not exist here, is not even looked for."""
-    assert "the prompt is empty" in jetspec(text, "--model", "nowhere").error
-    assert "the prompt is empty" in jetspec("-", "--model", "nowhere", stdin=text.encode()).error
-    assert "the prompt is empty" in jetspec("--model", "nowhere", stdin=text.encode()).error
+    empty = "the prompt is empty: give at least one word"
+    assert jetspec(text, "--model", "nowhere").error == f"{empty} ('-' reads it from standard input)"
+    assert jetspec("-", "--model", "nowhere", stdin=text.encode()).error == empty
+    assert jetspec("--model", "nowhere", stdin=text.encode()).error == empty
 
 
 @pytest.mark.parametrize("given", [["-"], []])
@@ -130,13 +131,39 @@ def test_messages_cannot_drive_the_terminal() -> None:
         (["--", "--help"], ["generate", "--", "--help"]),
         (["generate", "Hello"], ["generate", "Hello"]),
         (["tree", "Hello"], ["tree", "Hello"]),
+        (["--no-color", "tree", "Hello"], ["tree", "--no-color", "Hello"]),
+        (
+            ["-q", "--round", "2", "--model=x", "tree", "Hi"],
+            ["tree", "-q", "--round", "2", "--model=x", "Hi"],
+        ),
+        (["--threads", "1", "bench", "table"], ["bench", "--threads", "1", "table"]),
+        (["--stop", "tree", "Hello"], ["generate", "--stop", "tree", "Hello"]),
+        (["-m", "tree", "Hello", "tree"], ["generate", "-m", "tree", "Hello", "tree"]),
+        (["--raw", "--", "tree"], ["generate", "--raw", "--", "tree"]),
+        (["--raw", "-", "tree"], ["generate", "--raw", "-", "tree"]),
         (["--version"], ["--version"]),
         (["-h"], ["-h"]),
     ],
 )
 def test_the_verb_may_be_left_out(given: list[str], expected: list[str]) -> None:
-    """Guards the short form, and the way to a prompt that looks like an option."""
+    """Guards the short form, the way to a prompt that looks like an option, and options that come before
+    their verb, which made the verb a prompt and the prompt an extra argument.
+    """
     assert arguments(given) == expected
+
+
+def test_no_option_has_a_value_at_one_verb_alone() -> None:
+    """Guards the search for the verb behind options: what a value is must not depend on the verb."""
+    kinds: dict[str, set[bool]] = {}
+    waiting = [command()]
+    while waiting:
+        found = waiting.pop()
+        waiting += getattr(found, "commands", {}).values()
+        for parameter in found.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else ():
+                kinds.setdefault(name, set()).add(parameter.is_flag)
+    assert kinds["--model"] == {False} and kinds["--quiet"] == {True}
+    assert not [name for name, own in kinds.items() if len(own) > 1]
 
 
 @pytest.mark.parametrize(

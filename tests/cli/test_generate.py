@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jetspec.api import LanguageModel, load
+from jetspec.api import Comparison, LanguageModel, load
+from jetspec.cli import report
 from jetspec.cli.screen import printable
 from jetspec.draft.checkpoint import save_head
 from jetspec.draft.eagle3 import eagle3_drafter
 from jetspec.draft.mtp import mtp_drafter
-from jetspec.draft.stubs import Off
+from jetspec.draft.stubs import Decoy, Off
 from jetspec.target.cache import KVCache
 from jetspec.target.target import Target
 from jetspec.target.tokenizer import Tokenizer
@@ -48,6 +49,23 @@ def test_the_text_alone_is_on_standard_output(tiny_folder: Path, plain: Language
 def test_a_missing_head_is_said(tiny_folder: Path) -> None:
     """Guards against plain decoding without a word, which looks like a slow speculation."""
     assert "no draft head is packaged" in jetspec("Hello", "-n", 2, "--model", tiny_folder).err
+
+
+def test_a_text_for_which_auto_never_drafted_says_so(tiny_folder: Path, plain: LanguageModel) -> None:
+    """Guards the closing line: "plain decoding" alone looks as if the head had not been found."""
+    chosen = LanguageModel(plain.target, Decoy(plain.target))
+    short, long = (plain.generate("Hello", max_tokens=count, ignore_eos=True) for count in (10, 40))
+    said = "plain decoding, 10 rounds: auto found drafting not worth it here (short text)"
+    assert report.closing_lines(short, chosen)[0].endswith(said)
+    assert report.closing_lines(long, chosen)[0].endswith("40 rounds: auto found drafting not worth it here")
+    for model in (
+        plain,
+        LanguageModel(plain.target),
+        LanguageModel(plain.target, Decoy(plain.target), budget=0),
+    ):
+        assert report.closing_lines(short, model)[0].endswith("plain decoding, 10 rounds")
+    first, second, _ = report.comparison_lines(Comparison(short, short, None), chosen)
+    assert first.endswith("plain decoding, 10 rounds") and second.endswith(said)
 
 
 @pytest.mark.parametrize("given", [["-"], [], ["generate"], ["generate", "-"]])
@@ -171,6 +189,9 @@ def test_compare_says_identical(tiny_folder: Path) -> None:
     assert re.search(r"^plain +20 tokens +[\d.]+ tok/s", done.out, re.M)
     assert re.search(r"^speculative +20 tokens +[\d.]+ tok/s +τ", done.out, re.M)
     assert re.search(r"speedup [\d.]+×; the texts are identical$", done.out.strip())
+    # What was asked for is no note: --quiet leaves it, as its help says.
+    assert re.search(r"speedup [\d.]+×; the texts are identical$", jetspec(*given, "--quiet").out.strip())
+    assert "what --compare finds" in " ".join(jetspec("generate", "--help").out.split())
     values = jetspec(*given, "--json").json
     assert values["identical"] is True and values["divergence"] is None and values["speedup"] > 0
     assert values["plain"]["text"] == values["speculative"]["text"]

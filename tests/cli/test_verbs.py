@@ -164,6 +164,7 @@ def test_doctor_says_each_check_as_it_ends(tiny_folder: Path, monkeypatch: pytes
     done = jetspec("doctor", "--model", tiny_folder, "-n", 4, "--no-reference")
     assert done.code == 0 and done.out.splitlines()[-1] == "passed"
     assert str(tiny_folder) in seen[0][1] and "3 layers" in seen[0][1]
+    assert "3 made-up prompts with 4 tokens each" in seen[0][1] and "not a measurement" in seen[0][1]
     first_echo = next(out for name, out in seen if name == "echo")
     assert "random, greedy" in first_echo and "echo" not in first_echo
     groups = [line.split("  ")[1] for line in done.out.splitlines() if " gaps  lossless" in line]

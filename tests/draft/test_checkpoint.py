@@ -21,6 +21,7 @@ from jetspec.errors import HeadError, StorageError
 from jetspec.sequence import Limits
 from jetspec.target.config import RopeConfig
 from jetspec.target.target import Target
+from jetspec.train.from_head import read_source
 from tests.draft.tiny import MASK, PLAIN_PARTS, TAPS, VOCAB, random_head, tiny_target
 
 
@@ -183,7 +184,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "truncated"),
     "pickle only": (pickle_only, "pytorch_model.bin.*pickle"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json.*cannot be read"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "has no config.json; give the folder of a draft",
+    ),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json.*cannot be read"),  # type: ignore[dict-item,return-value]
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), "holds no object"),  # type: ignore[dict-item,return-value]
     "another kind": (config_edit(lambda c: c.pop("dflash_config")), "dflash_config"),
@@ -298,8 +302,33 @@ def test_missing_folders(target: Target, tmp_path: Path) -> None:
     """Guards names that are mistyped: the valid ones are listed."""
     with pytest.raises(HeadError, match="does not exist"):
         load_head(tmp_path / "none")
-    with pytest.raises(HeadError, match="valid: auto, off, random, echo, decoy"):
+    with pytest.raises(HeadError, match="valid: auto, default, off, random, echo, decoy"):
         load_drafter("of", target)
+
+
+def test_the_folder_of_a_training_names_its_head(target: Target, tmp_path: Path) -> None:
+    """Guards `--head runs/first`: the error was the system's own, and did not say where the head is."""
+    save_head(tmp_path / "first" / "head", random_head(target))
+    with pytest.raises(HeadError, match=r"first is the folder of a training.*give its head: .*first/head$"):
+        load_drafter(tmp_path / "first", target)
+    (tmp_path / "second").mkdir()
+    with pytest.raises(HeadError, match=r"second has no config\.json; give the folder of a draft head"):
+        load_drafter(tmp_path / "second", target)
+
+
+def test_the_packaged_head_has_two_names(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `--head default` and `--from-head auto`, each of which only the other option knew."""
+    save_head(tmp_path / "packaged", random_head(target))
+    for name in ("auto", "default"):
+        with monkeypatch.context() as patched:
+            patched.setattr("jetspec.draft.loading.packaged_head", lambda name: tmp_path / "packaged")
+            assert getattr(load_drafter(name, target), "folder", None) == tmp_path / "packaged"
+            assert read_source(name, "tiny").folder == tmp_path / "packaged"
+            assert read_source(name, "tiny").name == "packaged packaged"
+            patched.setattr("jetspec.draft.loading.packaged_head", lambda name: None)
+            assert load_drafter(name, target).name == "off"
 
 
 @pytest.mark.parametrize(

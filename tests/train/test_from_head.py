@@ -277,8 +277,9 @@ def test_through_the_command_line(
         (["--recipe", str(recipe)], "layers is 3, but the head in"),
         (
             ["--from-head", "nowhere"],
-            "--from-head nowhere is no folder; give the folder of a head, or default",
+            "head 'nowhere' was not found; valid: auto, default, or the folder of a head",
         ),
+        (["--from-head", str(first)], f"{first} is the folder of a training, not of a head; give its head"),
         (["--from-head", "default"], f"no head is packaged for {model_folder}; give --from-head the folder"),
     ):
         assert main([*again, *out, *more]) == 2

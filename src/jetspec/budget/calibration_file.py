@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jetspec.budget.maps import Calibration, from_values, to_values
 from jetspec.draft.head_files import WEIGHTS
@@ -19,6 +20,20 @@ FILE = "calibration.json"
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _FORMAT = 1
 _PIECE = 1 << 20
+
+
+class Kept(NamedTuple):
+    """A calibration that a head has, and fingerprints of the prompts that it was fitted on: () where its file
+    does not say.
+    """
+
+    calibration: Calibration
+    prints: tuple[str, ...]
+
+
+def prompt_print(ids: Many[int]) -> str:
+    """A fingerprint of a prompt's token ids."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:8]
 
 
 def weights_print(folder: Path) -> str:
@@ -40,6 +55,12 @@ def load_calibration(folder: Path, shared_noise: bool | None = None) -> Calibrat
     shared_noise: whether the drafter sees the noise of sampled requests. What it states for them means
         something else then, so maps that were made the other way are left out.
     """
+    found = load_kept(folder, shared_noise)
+    return None if found is None else found.calibration
+
+
+def load_kept(folder: Path, shared_noise: bool | None = None) -> Kept | None:
+    """As `load_calibration`, with what the maps were fitted on."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -50,7 +71,8 @@ def load_calibration(folder: Path, shared_noise: bool | None = None) -> Calibrat
         if values["weights"] != weights_print(folder):
             raise ValueError("made for other weights")
         found = from_values(values["maps"], values.get("gains"))
-        return found if values.get("shared_noise") == shared_noise else found.without_sampled()
+        prints = tuple(str(values.get("prompt_prints", "")).split())
+        return Kept(found if values.get("shared_noise") == shared_noise else found.without_sampled(), prints)
     except (OSError, *DAMAGE) as error:
         say(f"{path} is left out ({error}); make it again with jetspec calibrate --head {folder}")
         return None

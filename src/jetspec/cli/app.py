@@ -67,7 +67,8 @@ def verbs() -> list[str]:
 
 
 def arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments with the verb written out: what does not begin with one is for `generate`.
+    """The arguments with the verb written out and in front of its options: where none stands before all other
+    words they are for `generate`.
 
     Nothing at all on a terminal asks for help; with piped input it is a prompt.
     """
@@ -75,4 +76,31 @@ def arguments(argv: Sequence[str]) -> list[str]:
         return ["--help"] if sys.stdin is None or sys.stdin.isatty() else ["generate"]
     if argv[0] in (*verbs(), "--help", "-h", "--version"):
         return list(argv)
+    place = _first_word(argv)
+    if place is not None and argv[place] in verbs():
+        return [argv[place], *argv[:place], *argv[place + 1 :]]
     return ["generate", *argv]
+
+
+def _first_word(argv: Sequence[str]) -> int | None:
+    """The place of the first argument that is neither an option nor the value of one."""
+    valued = _options_with_values()
+    place = 0
+    while place < len(argv) and argv[place].startswith("-"):
+        if argv[place] in ("-", "--"):  # a prompt, or nothing but prompts behind it
+            return None
+        place += 2 if argv[place] in valued else 1
+    return place if place < len(argv) else None
+
+
+def _options_with_values() -> set[str]:
+    """Of all verbs; none has a value at one verb and none at another."""
+    waiting: list[Any] = [typer.main.get_command(app)]
+    found: set[str] = set()
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and not parameter.is_flag:
+                found.update(parameter.opts)
+    return found

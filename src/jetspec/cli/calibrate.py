@@ -39,6 +39,14 @@ Plot = Annotated[
 ]
 
 
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Write the new maps even if they are no better than the head's word or the maps that it has.",
+    ),
+]
+
 _FEW = 40  # prompts below which errors of 20 bins are hardly more than chance
 
 
@@ -49,6 +57,7 @@ def calibrate(
     tokens: Tokens = 6000,
     nodes: Nodes = 32,
     plot: Plot = None,
+    force: Force = False,
     grow: options.Grow = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
@@ -60,10 +69,12 @@ def calibrate(
     """Fit a head's path probabilities to what is accepted.
 
     Writes calibration.json into the head's folder, which the budget auto reads from there, and a reliability
-    plot. The errors that are printed are those on prompts that the maps were not fitted on.
+    plot. The errors that are printed are those on prompts that the maps were not fitted on. Where new maps
+    err there no less on paths than the head's word, or than the maps that it has, nothing is written and the
+    exit code is 1.
     """
     from jetspec.api import check_growth
-    from jetspec.budget.calibration_file import save_calibration
+    from jetspec.budget.calibration_file import FILE, save_calibration
     from jetspec.cli import report
 
     check_growth(nodes, grow)
@@ -79,37 +90,66 @@ def calibrate(
     if not isinstance(folder, Path):
         raise HeadError(f"{head} is not the folder of a head, and only those can be calibrated")
     start = time.monotonic()
-    outcome = _run(screen, loaded, prompts, tokens, nodes)
+    outcome = _run(screen, loaded, folder, prompts, tokens, nodes)
     facts = _facts(outcome, loaded, _command(loaded, head, prompts, tokens, nodes))
-    path = save_calibration(folder, outcome.calibration, facts)
-    picture = _draw(screen, outcome, loaded, plot if plot is not None else folder / "calibration.png")
+    written = outcome.better or force
+    path = save_calibration(folder, outcome.calibration, facts) if written else folder / FILE
+    # Without new maps the picture in the head's folder stays that of the old ones.
+    place = plot if plot is not None else folder / "calibration.png" if written else None
+    picture = None if place is None else _draw(screen, outcome, loaded, place)
     if json:
-        values = {**facts, "file": str(path), "plot": None if picture is None else str(picture)}
-        screen.json({**values, "versions": report.versions()})
-        return
+        found = {"written": written, "file": str(path), "plot": None if picture is None else str(picture)}
+        screen.json({**facts, **found, "versions": report.versions()})
+    else:
+        _report(screen, outcome, time.monotonic() - start)
+        if written:
+            screen.note(f"jetspec: wrote {path}" + ("" if picture is None else f" and {picture}"))
+        else:
+            screen.line(_kept_line(outcome, path))
+    if not written:
+        raise typer.Exit(1)
+
+
+def _report(screen: Screen, outcome: Outcome, seconds: float) -> None:
+    """What was decoded, and the errors."""
     screen.line(
         f"{outcome.rounds} rounds of {outcome.prompts} prompts, {outcome.nodes} nodes,"
-        f" {time.monotonic() - start:.0f} s; τ "
-        + ", ".join(f"{value:.2f} {name}" for name, value in outcome.tau.items())
+        f" {seconds:.0f} s; τ " + ", ".join(f"{value:.2f} {name}" for name, value in outcome.tau.items())
     )
     for name, what in (("path", "a path is accepted"), ("step", "a node is accepted after its parent")):
         before, after = outcome.before[name].error, outcome.after[name].error
-        screen.line(f"calibration error, chance that {what}: {before:.2%} as stated, {after:.2%} calibrated")
+        had = "" if outcome.earlier is None else f", {outcome.earlier[name].error:.2%} with the maps it had"
+        screen.line(
+            f"calibration error, chance that {what}: {before:.2%} as stated{had}, {after:.2%} calibrated"
+        )
     screen.line("errors are those on the held-out half of the prompts")
     if outcome.prompts < _FEW:
         screen.note(
             f"jetspec: {outcome.prompts} prompts are few: the errors say little; raise --tokens, or give more"
         )
-    screen.note(f"jetspec: wrote {path}" + ("" if picture is None else f" and {picture}"))
+
+
+def _kept_line(outcome: Outcome, path: Path) -> str:
+    """Why nothing was written, and what to do."""
+    had = "" if outcome.earlier is None else f" and {outcome.earlier['path'].error:.2%} with the maps it had"
+    state = "kept as it is" if path.exists() else "not written"
+    return (
+        f"{path} is {state}: on the held-out half paths err by {outcome.after['path'].error:.2%} with the new"
+        f" maps, {outcome.before['path'].error:.2%} as stated{had}; give more prompts (--prompts, --tokens),"
+        " or write the new maps all the same with --force"
+    )
 
 
 def _run(
-    screen: Screen, loaded: LanguageModel, sources: list[str] | None, tokens: int, nodes: int
+    screen: Screen, loaded: LanguageModel, folder: Path, sources: list[str] | None, tokens: int, nodes: int
 ) -> Outcome:
+    from jetspec.budget.calibration_file import load_kept
+    from jetspec.budget.choose import shares_noise
     from jetspec.decode import calibration
 
     per_prompt = calibration.MAX_TOKENS // 2  # many answers end early
     ids = _prompt_ids(loaded, sources, max(16, tokens // per_prompt))
+    kept = load_kept(folder, shares_noise(loaded.drafter))
     bar = new_bar(screen.err, hidden=screen.quiet, transient=True)
     lines = PlainLines("decoding", "tokens", tokens, hidden=screen.quiet or not bar.disable)
     task = bar.add_task("decoding", total=tokens)
@@ -126,6 +166,7 @@ def _run(
             tokens=tokens,
             nodes=nodes,
             grow=loaded.grow,
+            kept=kept,
             watch=watch,
         )
 
@@ -153,11 +194,12 @@ def _prompt_ids(loaded: LanguageModel, sources: list[str] | None, count: int) ->
 def _command(loaded: LanguageModel, head: str, sources: list[str] | None, tokens: int, nodes: int) -> str:
     """The command to run again. What others cannot find where it is here goes by its name alone."""
     from jetspec.api import published_grow
+    from jetspec.draft.loading import PACKAGED
 
     words = ["jetspec calibrate"]
     if loaded.target.name != options.DEFAULT_MODEL:
         words.append(f"--model {_shown(loaded.target.name)}")
-    if head != "auto":
+    if head not in PACKAGED:
         words.append(f"--head {_shown(head)}")
     words += [f"--prompts {Path(source).name}" for source in sources or ()]
     words.append(f"--tokens {tokens} --nodes {nodes}")
@@ -175,12 +217,14 @@ def _facts(outcome: Outcome, loaded: LanguageModel, command: str) -> dict[str, A
     from jetspec import __version__
     from jetspec.budget.choose import shares_noise
 
+    earlier = outcome.earlier
     return {
         "target": loaded.target.name,
         "shared_noise": shares_noise(loaded.drafter),
         "jetspec": __version__,
         "command": command,
         "prompts": outcome.prompts,
+        "prompt_prints": " ".join(outcome.prints),
         "rounds": outcome.rounds,
         "nodes": outcome.nodes,
         "tokens": outcome.tokens,
@@ -189,6 +233,7 @@ def _facts(outcome: Outcome, loaded: LanguageModel, command: str) -> dict[str, A
             name: {
                 "stated": round(outcome.before[name].error, 5),
                 "calibrated": round(outcome.after[name].error, 5),
+                **({} if earlier is None else {"earlier": round(earlier[name].error, 5)}),
                 "nodes": sum(count for _, _, count in outcome.after[name].bins),
             }
             for name in outcome.before

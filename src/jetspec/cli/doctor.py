@@ -130,6 +130,11 @@ def _decode(
         "with drafts (a run: one builder and budget, three prompts at once; gaps: how often accepted tokens"
         " were not neighbours in the cache, where a wrong mask or cache would show)"
     )
+    tell(
+        f"(every τ below is of {len(prompts)} made-up prompts with {limits.max_tokens} tokens each, and"
+        " three of the drafters are stubs, no heads: it is low, and a check, not a measurement; for that:"
+        " jetspec bench)"
+    )
     runs: list[dict[str, Any]] = []
     with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
         task = bar.add_task("decoding with drafts", total=len(cases))

@@ -45,7 +45,9 @@ def generate(
 ) -> None:
     """Decode a prompt (the verb that may be left out).
 
-    On a terminal, drafted tokens are green and the target's own ones yellow. Speed goes to standard error.
+    On a terminal, drafted tokens that were accepted are green, the target's own tokens behind a draft
+    (bonus) yellow, and those of rounds that drafted nothing (plain) have no colour. Speed goes to standard
+    error.
     """
     from jetspec.api import check_growth
     from jetspec.cli import report
@@ -106,7 +108,7 @@ def _stream(screen: Screen, model: LanguageModel, prompt: str, wanted: Options) 
         for piece in stream:
             screen.text(piece.text, STYLES[piece.kind])
         screen.end_text()
-        for line in report.closing_lines(stream.result):
+        for line in report.closing_lines(stream.result, model):
             screen.note(line)
     return True
 
@@ -121,6 +123,6 @@ def _compare(screen: Screen, model: LanguageModel, prompt: str, wanted: Options)
 
     comparison = model.compare(prompt, show, **wanted)
     screen.end_text()
-    for line in report.comparison_lines(comparison, model.target):
+    for line in report.comparison_lines(comparison, model):
         screen.line(line)
     return comparison.lossless

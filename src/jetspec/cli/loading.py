@@ -30,6 +30,7 @@ def open_model(
 ) -> LanguageModel:
     """Load target and head as `jetspec.load` does, saying so, and saying if there is no head."""
     import jetspec
+    from jetspec.draft.loading import PACKAGED
 
     use_threads(threads)
     screen.progress(f"loading {model}")
@@ -43,7 +44,7 @@ def open_model(
         shared_noise=shared_noise,
         confidence_threshold=confidence_threshold,
     )
-    if head == "auto" and loaded.drafter.name == "off":
+    if head in PACKAGED and loaded.drafter.name == "off":
         screen.note_later(f"jetspec: no draft head is packaged for {model}: decoding plainly (see --head)")
     return loaded
 
@@ -79,6 +80,7 @@ def read_prompt(prompt: str | None, raw: bool) -> str:
     """
     from jetspec.config import check_text
 
+    argued = prompt not in (None, "-")
     if sys.stdin is None:  # closed by the shell
         prompt = None if prompt == "-" else prompt
     elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
@@ -93,7 +95,10 @@ def read_prompt(prompt: str | None, raw: bool) -> str:
         prompt = from_argument(prompt)
     if prompt is None:
         raise PromptError("there is no prompt: write it in quotes, or pipe it in")
-    check_text(prompt, raw)
+    try:
+        check_text(prompt, raw)
+    except PromptError as error:
+        raise PromptError(f"{error} ('-' reads it from standard input)" if argued else str(error)) from None
     return prompt
 
 

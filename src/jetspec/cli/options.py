@@ -39,8 +39,8 @@ Head = Annotated[
     typer.Option(
         "--head",
         metavar="HEAD",
-        help="The draft head: auto (the one packaged for the target, if any), off, the folder of a head,"
-        " or a stub for tests (random, echo, decoy).",
+        help="The draft head: auto or default (the one packaged for the target, if any), off, the folder of a"
+        " head (RUN/head of a training), or a stub for tests (random, echo, decoy).",
     ),
 ]
 Budget = Annotated[
@@ -154,7 +154,14 @@ Compare = Annotated[
         " Exit code 1 if they differ by more than rounding.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no closing lines.")]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="No notes and no closing lines of speed; results stay, also what --compare finds.",
+    ),
+]
 NoColor = Annotated[bool, typer.Option("--no-color", help="No colours on a terminal either.")]
 Round = Annotated[
     int, typer.Option("--round", metavar="N", help="Which round's tree to draw, counted from 1.")

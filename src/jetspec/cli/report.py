@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from jetspec.decode.stats import Stats
     from jetspec.target.target import Target
 
+_SHORT = 16  # rounds; auto looks at a text again after 8 plain ones, and then more seldom
 _ROUND_PHASES = ("draft", "build", "verify", "commit")
 
 
-def closing_lines(result: Result) -> list[str]:
+def closing_lines(result: Result, model: LanguageModel) -> list[str]:
     """Speed, tau and the split of time of one result."""
     stats = result.stats
-    head = f"{stats.tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {_rounds(stats)}"
+    rounds = _rounds(stats, _follows(model))
+    head = f"{stats.tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {rounds}"
     total = stats.decode_seconds or math.nan
     split = " · ".join(
         f"{name} {_per_round(stats, name):.2f} ms ({stats.seconds[name] / total:.0%})"
@@ -37,22 +39,33 @@ def _per_round(stats: Stats, phase: str) -> float:
     return 1e3 * stats.seconds[phase] / max(1, stats.rounds)
 
 
-def _rounds(stats: Stats) -> str:
+def _follows(model: LanguageModel) -> bool:
+    """Whether auto decides for a head that there is."""
+    from jetspec.budget.choose import AUTO
+
+    return model.budget == AUTO and model.drafter.name != "off"
+
+
+def _rounds(stats: Stats, auto: bool = False) -> str:
+    """auto: whether a text without drafts is one for which `auto` chose none."""
     if not stats.nodes:
-        return f"plain decoding, {stats.rounds} rounds"
+        why = ": auto found drafting not worth it here" if auto else ""
+        short = " (short text)" if auto and stats.rounds < _SHORT else ""
+        return f"plain decoding, {stats.rounds} rounds{why}{short}"
     share = stats.accepted / stats.tokens if stats.tokens else 0.0
     return f"τ {stats.tau:.2f} over {stats.rounds} rounds · {share:.0%} of the tokens were drafted"
 
 
-def comparison_lines(comparison: Comparison, target: Target) -> list[str]:
+def comparison_lines(comparison: Comparison, model: LanguageModel) -> list[str]:
     """Both speeds, the speedup, and whether the texts agree."""
+    sides = (("plain", comparison.plain, False), ("speculative", comparison.speculative, _follows(model)))
     lines = [
         f"{name:<11}  {result.stats.tokens:>5} tokens  {result.stats.tokens_per_second:>8.1f} tok/s"
-        f"  {_rounds(result.stats)}"
-        for name, result in (("plain", comparison.plain), ("speculative", comparison.speculative))
+        f"  {_rounds(result.stats, auto)}"
+        for name, result, auto in sides
     ]
     first = comparison.divergence
-    verdict = "the texts are identical" if first is None else divergence_text(first, target)
+    verdict = "the texts are identical" if first is None else divergence_text(first, model.target)
     return [*lines, f"speedup {comparison.speedup:.2f}×; {verdict}"]
 
 

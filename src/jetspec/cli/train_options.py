@@ -21,8 +21,8 @@ FromHead = Annotated[
     typer.Option(
         "--from-head",
         metavar="FOLDER|default",
-        help="Begin with the weights of this head (default: the one packaged for the model) instead of"
-        " untrained ones. Method, shape, taps and draft vocabulary are the head's.",
+        help="Begin with the weights of this head (default or auto: the one packaged for the model) instead"
+        " of untrained ones. Method, shape, taps and draft vocabulary are the head's.",
     ),
 ]
 Sets = Annotated[

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jetspec.budget.base import Spent
 from jetspec.budget.calibrate import Reliability, Sample, fit, judge
+from jetspec.budget.calibration_file import Kept, prompt_print
 from jetspec.budget.fixed import FixedBudget
 from jetspec.budget.maps import Calibration
 from jetspec.decode.engine import Engine
@@ -29,18 +30,28 @@ class Outcome:
     calibration     fitted on all rounds
     before, after   reliability on the held-out half of the prompts, "path" and "step" (`judge`): of the
                     head's own word, and of maps fitted on the other half alone
+    earlier         likewise, of the maps that the head had; None if there are none that it can be said of
     prompts, rounds, nodes, tokens   what it was fitted on
+    prints          fingerprints of these prompts
     tau             tokens per round, by kind of sampling
     """
 
     calibration: Calibration
     before: dict[str, Reliability]
     after: dict[str, Reliability]
+    earlier: dict[str, Reliability] | None
     prompts: int
     rounds: int
     nodes: int
     tokens: int
+    prints: tuple[str, ...]
     tau: dict[str, float]
+
+    @property
+    def better(self) -> bool:
+        """Whether the new maps err less on paths than the head's word, and than the maps that it had."""
+        others = [self.before, *([] if self.earlier is None else [self.earlier])]
+        return all(self.after["path"].error < other["path"].error for other in others)
 
 
 def calibrate(
@@ -51,6 +62,7 @@ def calibrate(
     tokens: int,
     nodes: int = NODES,
     grow: str = "best-first",
+    kept: Kept | None = None,
     watch: Callable[[int], None] = lambda tokens: None,
 ) -> Outcome:
     """Decode prompts (token ids) with trees of `nodes` nodes until `tokens` were emitted, every other prompt
@@ -58,6 +70,8 @@ def calibrate(
 
     Of each kind every other prompt is held out while the calibration is judged. `watch` is told the tokens
     emitted so far. Raises DataError if there are fewer than four prompts, or if nothing was drafted.
+
+    kept: the maps that the head has, to be judged by the same prompts.
     """
     if len(prompts) < 4:
         raise DataError(f"a calibration needs at least 4 prompts, got {len(prompts)}; give more")
@@ -77,10 +91,10 @@ def calibrate(
             emitted += len(outcome.emissions)
             watch(emitted)
         used += len(sequences)
-    return _outcome(budget.samples, used, emitted)
+    return _outcome(budget.samples, [prompt_print(ids) for ids in prompts[:used]], emitted, kept)
 
 
-def _outcome(samples: list[Sample], prompts: int, tokens: int) -> Outcome:
+def _outcome(samples: list[Sample], prints: Many[str], tokens: int, kept: Kept | None) -> Outcome:
     seen = [sample for sample in samples if sample.prompt // 2 % 2 == 0]
     held_out = [sample for sample in samples if sample.prompt // 2 % 2]
     if not seen or not held_out:
@@ -90,16 +104,30 @@ def _outcome(samples: list[Sample], prompts: int, tokens: int) -> Outcome:
         lengths = [len(sample.path) for sample in samples if sample.sampled == kind]
         if lengths:
             tau[name] = sum(lengths) / len(lengths)
+    earlier = None
+    if kept is not None and _can_judge({prints[sample.prompt] for sample in held_out}, len(prints), kept):
+        earlier = judge(kept.calibration, held_out)
     return Outcome(
         calibration=fit(samples),
         before=judge(Calibration(), held_out),
         after=judge(fit(seen), held_out),
-        prompts=prompts,
+        earlier=earlier,
+        prompts=len(prints),
         rounds=len(samples),
         nodes=sum(sample.tree.budget for sample in samples),
         tokens=tokens,
+        prints=tuple(prints),
         tau=tau,
     )
+
+
+def _can_judge(held_out: set[str], prompts: int, kept: Kept) -> bool:
+    """Whether held-out prompts can judge maps that the head had.
+
+    Maps that were fitted on some of them look better there than they are, and more prompts of the same source
+    could not replace them: they are left out, unless they come from more prompts than there are now.
+    """
+    return len(kept.prints) > prompts or not held_out.intersection(kept.prints)
 
 
 class _Recorder(FixedBudget):

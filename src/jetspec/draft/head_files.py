@@ -31,6 +31,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise HeadError(_no_config(folder)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise HeadError(f"{path} cannot be read ({error}); give the folder of a draft head") from None
     if not isinstance(values, dict):
@@ -50,6 +52,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise HeadError(
             f"{weights} is truncated or not a safetensors file ({error}); fetch it again"
         ) from None
+
+
+def _no_config(folder: Path) -> str:
+    """Of a folder that is none of a head; the one of a training is what is given most often instead."""
+    inner = folder / "head"
+    if (inner / "config.json").is_file():
+        return f"{folder} is the folder of a training, not of a head; give its head: {inner}"
+    return f"{folder} has no config.json; give the folder of a draft head (a training puts it into RUN/head)"
 
 
 def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Many
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from jetspec.errors import HeadError, OptionError
 from jetspec.storage import user_path
 from jetspec.target.target import Target
 
-NAMES = ("auto", "off", "random", "echo", "decoy")
+PACKAGED = ("auto", "default")  # both mean the head that ships with jetspec for the target
+NAMES = (*PACKAGED, "off", "random", "echo", "decoy")
 _STUB_DEPTH = 6
 
 
@@ -31,8 +33,8 @@ def load_drafter(
 ) -> Drafter:
     """The drafter that `head` names.
 
-    head: "auto" (the head packaged for this target, or none if there is none), "off", a stub ("random",
-    "echo", "decoy"), or the folder of a head.
+    head: "auto" or "default" (the head packaged for this target, or none if there is none), "off", a stub
+    ("random", "echo", "decoy"), or the folder of a head.
     shared_noise: of a head, see `jetspec.draft.shared_noise`.
     confidence_threshold: of a head with a confidence head, see `BlockDrafter`.
 
@@ -55,25 +57,34 @@ def load_drafter(
 def _named_drafter(name: str, target: Target, shared_noise: bool, confidence_threshold: float) -> Drafter:
     if name == "off":
         return Off()
-    if name == "auto":
-        folder = packaged_head(target.name)
-        if folder is None:
-            return Off()
-        return folder_drafter(
-            folder, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold
-        )
     if name == "random":
         return Random(seed=0, vocab=target.config.vocab_size, depth=_STUB_DEPTH, width=3)
     if name == "echo":
         return Echo(target, depth=_STUB_DEPTH)
     if name == "decoy":
         return Decoy(target, depth=_STUB_DEPTH, width=2)
-    folder = user_path(name)
-    if not folder.exists():
-        raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
+    folder = find_head(name, target.name, NAMES)
+    if folder is None:
+        return Off()
     return folder_drafter(
         folder, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold
     )
+
+
+def find_head(name: str, target_name: str, valid: Many[str] = PACKAGED) -> Path | None:
+    """The folder of a head: for "auto" and "default" that of the head packaged for the target, None if there
+    is none; else `name` itself.
+
+    valid: names that the error lists.
+    Raises HeadError if there is no such folder.
+    """
+    if name in PACKAGED:
+        return packaged_head(target_name)
+    folder = user_path(name)
+    if not folder.is_dir():
+        state = "is no folder" if folder.exists() else "was not found"
+        raise HeadError(f"head {name!r} {state}; valid: {', '.join(valid)}, or the folder of a head")
+    return folder
 
 
 def folder_drafter(

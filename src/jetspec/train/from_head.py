@@ -14,17 +14,14 @@ from torch import Tensor
 from jetspec.draft.checkpoint import Head, load_head
 from jetspec.draft.eagle3_format import Eagle3Head, load_eagle3
 from jetspec.draft.head_files import WEIGHTS
-from jetspec.draft.loading import head_kind, packaged_head
+from jetspec.draft.loading import PACKAGED, find_head, head_kind
 from jetspec.draft.mtp_format import MTPHead, load_mtp
 from jetspec.errors import DataError, HeadError, OptionError
-from jetspec.storage import user_path
 from jetspec.target.target import Target
 from jetspec.train.families import find_family
 
 if TYPE_CHECKING:
     from jetspec.train.recipe import Settings
-
-DEFAULT = "default"  # the head that is packaged for the target
 
 
 @dataclass(frozen=True)
@@ -85,21 +82,16 @@ class SourceHead:
 
 
 def read_source(place: str | Path, model: str) -> SourceHead:
-    """The head in a folder, or, for "default", the one that is packaged for `model`.
+    """The head in a folder, or, for "default" and "auto", the one that is packaged for `model`.
 
     Raises HeadError if there is none or it cannot be read.
     """
-    if str(place) == DEFAULT:
-        folder = packaged_head(model)
-        if folder is None:
-            raise HeadError(f"no head is packaged for {model}; give --from-head the folder of one")
+    folder = find_head(str(place), model)
+    if folder is None:
+        raise HeadError(f"no head is packaged for {model}; give --from-head the folder of one")
+    if str(place) in PACKAGED:
         name = f"packaged {folder.name}"
     else:
-        folder = user_path(place)
-        if not folder.is_dir():
-            raise HeadError(
-                f"--from-head {place} is no folder; give the folder of a head, or {DEFAULT}, the packaged one"
-            )
         whole = folder.resolve()
         name = f"{whole.parent.name}/{whole.name}" if whole.name == "head" else whole.name
     head, method = _read(folder)
