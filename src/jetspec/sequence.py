@@ -170,8 +170,19 @@ class Sequence:
         return emissions
 
     def abort(self) -> str:
-        """End the request from outside and return the text held back; "" if it has ended already."""
-        return "" if self.finished else self._finish("abort")
+        """End the request from outside and return the text held back; "" if it has ended already.
+
+        Half a character comes out as U+FFFD. Where that completes a stop string the text ends before it, but
+        the target stopped nowhere: the tokens stay, and the reason is "abort".
+        """
+        if self.finished:
+            return ""
+        text, stopped = self._stop_strings.feed(self._detokenizer.flush())
+        if not stopped:
+            text += self._stop_strings.flush()
+        self._show(text)
+        self.finished = "abort"
+        return text
 
     def _take(self, token: int) -> str:
         """Append one token, end if there is a reason to, and return the text that may be shown now."""
