@@ -189,8 +189,8 @@ def test_a_full_disk_is_one_line(tiny_folder: Path, more: list[str]) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX pipes")
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_a_reader_that_left_is_a_code_of_its_own(tiny_folder: Path, more: list[str]) -> None:
-    """Guards the code 141 where output is written at once: typer took the system's error for its own and ended
-    with 1, but only with --json."""
+    """Guards the code 141 where output is written at once: with --json it was 1, for typer took the system's
+    error for its own."""
     command = [sys.executable, "-u", "-m", "jetspec", "Hello", "-n", "2", "--head", "off"]
     reader, writer = os.pipe()
     os.close(reader)

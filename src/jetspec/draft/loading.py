@@ -18,8 +18,9 @@ from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import load_mtp
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
-from jetspec.errors import HeadError, OptionError
-from jetspec.storage import user_path
+from jetspec.errors import LONGEST_NAME, HeadError, brief
+from jetspec.sampling import checked_number
+from jetspec.storage import path_kind, user_path
 from jetspec.target.target import Target
 
 NAMES = ("auto", "off", "random", "echo", "decoy")
@@ -39,10 +40,7 @@ def load_drafter(
     Raises HeadError if the name is unknown, the head cannot be read or belongs to another target, or there is
     a threshold and no confidence head; OptionError if the threshold is not in 0..1.
     """
-    if not 0 <= confidence_threshold <= 1:
-        raise OptionError(
-            f"the confidence threshold must be a number from 0 to 1, got {confidence_threshold!r}"
-        )
+    confidence_threshold = checked_number("the confidence threshold", confidence_threshold, 0, 1)
     drafter = _named_drafter(str(head), target, shared_noise, confidence_threshold)
     if confidence_threshold and not (isinstance(drafter, BlockDrafter) and drafter.head.config.confidence):
         raise HeadError(
@@ -68,9 +66,16 @@ def _named_drafter(name: str, target: Target, shared_noise: bool, confidence_thr
         return Echo(target, depth=_STUB_DEPTH)
     if name == "decoy":
         return Decoy(target, depth=_STUB_DEPTH, width=2)
+    valid, shown = f"valid: {', '.join(NAMES)}, or the folder of a head", brief(name, LONGEST_NAME)
+    if not name:  # as a path it would be the current folder
+        raise HeadError(f"the name of the head is empty; {valid}")
     folder = user_path(name)
-    if not folder.exists():
-        raise HeadError(f"head {name!r} was not found; valid: {', '.join(NAMES)}, or the folder of a head")
+    try:
+        kind = path_kind(folder)
+    except OSError as error:
+        raise HeadError(f"head {shown} cannot be looked up ({error.strerror}); {valid}") from error
+    if kind is None:
+        raise HeadError(f"head {shown} was not found; {valid}")
     return folder_drafter(
         folder, target, shared_noise=shared_noise, confidence_threshold=confidence_threshold
     )
