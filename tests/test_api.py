@@ -24,6 +24,8 @@ from tests.helpers import CONTEXT, tiny_folder
 
 __all__ = ["tiny_folder"]  # a fixture
 
+BYTES = (b"Hello", bytearray(b"Hello"), memoryview(b"Hello"))
+
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> LanguageModel:
@@ -343,7 +345,9 @@ def test_a_model_says_what_it_is(model: LanguageModel, tiny_folder: Path) -> Non
     assert repr(LanguageModel(model.target)).endswith(", head off, budget auto>")
 
 
-@pytest.mark.parametrize("prompt", [None, 7, b"Hello", [1, "a"], [{"role": "user"}, 3], [None], [True]])
+@pytest.mark.parametrize(
+    "prompt", [None, 7, *BYTES, [BYTES[1]], [1, "a"], [{"role": "user"}, 3], [None], [True]]
+)
 def test_what_is_no_prompt_is_refused(model: LanguageModel, prompt: object) -> None:
     """Guards against a traceback from the tokenizer for a prompt of the wrong type."""
     with pytest.raises(PromptError):
@@ -355,6 +359,16 @@ def test_a_prompt_must_fit(model: LanguageModel) -> None:
     with pytest.raises(PromptError, match=f"context ends at {CONTEXT}"):
         model.stream("a b " * CONTEXT)
     assert model.generate([5] * (CONTEXT - 1), ignore_eos=True).finish == "length"
+
+
+def test_numpys_integers_are_budgets(model: LanguageModel) -> None:
+    """Guards a budget out of an array: it was refused, while such a max_tokens was not."""
+    budget: Any = np.int64(12)
+    expected = model.generate("Hello", max_tokens=20, ignore_eos=True)
+    found = LanguageModel(model.target, model.drafter, budget=budget).generate(
+        "Hello", max_tokens=np.int64(20), ignore_eos=True
+    )
+    assert (found.tokens, found.stats.rounds) == (expected.tokens, expected.stats.rounds)
 
 
 def test_options_are_strict(model: LanguageModel) -> None:
@@ -398,8 +412,42 @@ def test_load_checks_cheap_things_first() -> None:
         load("no such model", budget="16")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="valid: best-first, beam, chain"):
         load("no such model", grow="worst-first")
+    with pytest.raises(OptionError, match="budget"):
+        load("no such model", budget=np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="'~no-such-user/x' was not found"):
         load("~no-such-user/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"confidence_threshold": "x"}, OptionError, "confidence threshold must be a number from 0 up to 1"),
+        ({"confidence_threshold": None}, OptionError, "confidence threshold must be a number"),
+        ({"confidence_threshold": True}, OptionError, "confidence threshold must be a number"),
+        ({"dtype": ["x"]}, OptionError, r"dtype \['x'\] is unknown; valid: float32"),
+        ({"model": "x" * 5000}, ModelError, "cannot be looked up .*; valid: smollm2-135m"),
+        ({"model": "x" * 5000 + ".gguf"}, ModelError, "cannot be looked up"),
+        ({"model": ""}, ModelError, "name of the model is empty; valid: smollm2-135m"),
+        ({"model": "a\0b"}, ModelError, "was not found"),
+        ({"head": "x" * 5000}, HeadError, "cannot be looked up .*; valid: auto, off"),
+        ({"head": ""}, HeadError, "name of the head is empty; valid: auto, off"),
+        ({"head": "a\0b"}, HeadError, "was not found"),
+        ({"head": __file__}, HeadError, "test_api.py is no folder; give a folder with config.json"),
+    ],
+)
+def test_load_has_errors_of_its_own(
+    tiny_folder: Path,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the errors that are documented: Python's own came through, an empty name meant the current
+    folder, and a file for a head was said not to exist."""
+    monkeypatch.chdir(tiny_folder)
+    with pytest.raises(error, match=message) as caught:
+        load(**{"model": str(tiny_folder), "head": "off", **options})
+    assert len(str(caught.value)) < 600
 
 
 def test_load_names_a_missing_head(tiny_folder: Path) -> None:

@@ -95,6 +95,35 @@ def test_numpys_integers_are_integers() -> None:
         Sampling(seed=np.bool_(True))  # type: ignore[arg-type]
 
 
+def test_numpys_numbers_are_numbers() -> None:
+    """Guards a temperature or a bias out of a float32 array: they were refused as no numbers, while those of
+    float64 were not."""
+    for kind in (np.float16, np.float32, np.float64, np.int64):
+        number: Any = kind(1)
+        sampling = Sampling(temperature=number, top_p=number, presence_penalty=number, logit_bias={5: number})
+        assert sampling == Sampling(temperature=1, top_p=1, presence_penalty=1, logit_bias={5: 1})
+        assert type(sampling.temperature) is type(sampling.logit_bias[5]) in (int, float)
+    for wrong in (np.float32("nan"), np.float32(-1), np.bool_(True), np.longdouble("1e400")):
+        with pytest.raises(OptionError, match="temperature"):
+            Sampling(temperature=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("digits", [400, 6000])
+def test_messages_stay_short(digits: int) -> None:
+    """Guards messages with all digits of a number in them; beyond some thousand of them Python refuses to
+    write it, and the message itself failed."""
+    huge = 10**digits
+    for options in (
+        {"temperature": huge},
+        {"seed": huge},
+        {"logit_bias": {huge: 1}},
+        {"logit_bias": {1: huge}},
+    ):
+        with pytest.raises(OptionError) as caught:
+            Sampling(**options)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 250
+
+
 def test_limits_of_options_are_valid() -> None:
     """Guards against a range check that excludes its own ends."""
     Sampling(

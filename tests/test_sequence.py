@@ -204,6 +204,25 @@ def test_abort_flushes_once() -> None:
     assert (done.abort(), done.finished) == ("", "stop")
 
 
+@pytest.mark.parametrize(
+    ("stop", "ids", "shown"),
+    [
+        ("\ufffd", [97, 0xE2, 0x82], "a"),
+        ("a\ufffd", [98, 97, 0xE2], "b"),
+        ("\ufffd\ufffd", [97, 0xE2, 0x82], "a\ufffd"),
+    ],
+)
+def test_abort_inside_a_character_is_no_stop(stop: str, ids: list[int], shown: str) -> None:
+    """Guards an abort whose half character became the U+FFFD of a stop string: the request ended as "stop",
+    without the tokens it had."""
+    sequence = make(stop_strings=(stop,))
+    emissions = feed(sequence, ids, [1])
+    assert sequence.finished is None
+    rest = sequence.abort()
+    assert (sequence.finished, sequence.emitted) == ("abort", ids)
+    assert sequence.text == shown == "".join(e.text for e in emissions) + rest
+
+
 def test_nothing_is_committed_after_the_end() -> None:
     """Guards against an engine that steps a finished request."""
     with pytest.raises(AssertionError):

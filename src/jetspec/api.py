@@ -25,7 +25,7 @@ from jetspec.decode.round import Outcome
 from jetspec.decode.stream import Stream
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
-from jetspec.errors import ModelError, OptionError, PromptError
+from jetspec.errors import ModelError, OptionError, PromptError, brief
 from jetspec.sampling import as_integer
 from jetspec.target.default_model import DEFAULT_MODEL
 from jetspec.target.target import Target
@@ -45,6 +45,7 @@ __all__ = [
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Many[Message] | Many[int]
+_BYTES = (bytes, bytearray, memoryview)  # of a text: sequences of integers, but no token ids
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class LanguageModel:
                 return tokenizer.encode(prompt)
             system = [] if request.system is None else [{"role": "system", "content": request.system}]
             return tokenizer.chat([*system, {"role": "user", "content": prompt}], thinking=request.thinking)
-        parts = list(prompt) if isinstance(prompt, Many) and not isinstance(prompt, bytes) else [None]
+        parts = list(prompt) if isinstance(prompt, Many) and not isinstance(prompt, _BYTES) else [None]
         if parts and all(isinstance(part, Mapping) for part in parts):
             if request.raw or request.system is not None:
                 raise PromptError("raw and system go with a text; a conversation has its own system message")
@@ -262,7 +263,7 @@ def check_growth(budget: BudgetOption, grow: str | None) -> None:
     if grow is None:
         return
     if not isinstance(grow, str) or grow not in GROW:
-        raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
+        raise OptionError(f"unknown tree builder {brief(grow)}; valid: {', '.join(GROW)}")
 
 
 def published_grow(drafter: Drafter) -> str:
@@ -277,6 +278,6 @@ def _as_list(prompts: Prompt | Many[Prompt]) -> tuple[list[Prompt], bool]:
     if not isinstance(prompts, Many) or len(prompts) == 0:
         raise PromptError(f"no prompt: give a text, a list of messages or of prompts, got {prompts!r:.60}")
     first = prompts[0]
-    if isinstance(prompts, bytes) or isinstance(first, (Mapping, bool)) or as_integer(first) is not None:
+    if isinstance(prompts, _BYTES) or isinstance(first, (Mapping, bool)) or as_integer(first) is not None:
         return [cast("Prompt", prompts)], True
     return list(cast("Many[Prompt]", prompts)), False

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import OptionError, PromptError, brief
 from jetspec.sampling import Sampling
 from jetspec.sequence import Limits
 
@@ -87,14 +87,14 @@ class Request:
             raise OptionError(f"unknown option {unknown[0]!r}; valid: {valid}")
         stop: Any = options.get("stop", ())
         if not isinstance(stop, (str, Many)) or isinstance(stop, bytes):
-            raise OptionError(f"stop must be a text or a list of texts, got {stop!r}")
+            raise OptionError(f"stop must be a text or a list of texts, got {brief(stop)}")
         raw, system, thinking = options.get("raw", False), options.get("system"), options.get("thinking")
         if not isinstance(raw, bool):
-            raise OptionError(f"raw must be True or False, got {raw!r}")
+            raise OptionError(f"raw must be True or False, got {brief(raw)}")
         if system is not None and not isinstance(system, str):
-            raise OptionError(f"system must be a text or None, got {system!r}")
+            raise OptionError(f"system must be a text or None, got {brief(system)}")
         if thinking is not None and not isinstance(thinking, bool):
-            raise OptionError(f"thinking must be True, False or None, got {thinking!r}")
+            raise OptionError(f"thinking must be True, False or None, got {brief(thinking)}")
         for name, value in (("system", system), ("thinking", thinking)):
             if raw and value is not None:
                 raise OptionError(
@@ -119,13 +119,13 @@ def check_least(least: float, **values: float | None) -> None:
     """Raise OptionError for the first value that is below `least`, or not finite; None is not set."""
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:  # NaN fails every comparison
-            raise OptionError(f"{name} must be a number of at least {least:g}, got {value!r}")
+            raise OptionError(f"{name} must be a number of at least {least:g}, got {brief(value)}")
 
 
 def check_train_seed(seed: int) -> None:
     """Raise OptionError unless the seed is one that training can count up from."""
     if not 0 <= seed <= MAX_TRAIN_SEED:
-        raise OptionError(f"seed must be an integer from 0 to {MAX_TRAIN_SEED}, got {seed!r}")
+        raise OptionError(f"seed must be an integer from 0 to {MAX_TRAIN_SEED}, got {brief(seed)}")
 
 
 def check_text(text: str, raw: bool = False) -> None:

@@ -77,3 +77,15 @@ class ProcessError(UserError):
 
 class StorageError(UserError):
     """A file cannot be written: no space left or no permission."""
+
+
+LONGEST_NAME = 300  # characters of a path or a name that a message shows
+
+
+def brief(value: object, longest: int = 80) -> str:
+    """A value as a message shows it: its repr, cut to about `longest` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"

@@ -22,12 +22,20 @@ import torch
 from torch import Tensor
 
 from jetspec.cuts import keep_likely
-from jetspec.errors import ModelError, OptionError
+from jetspec.errors import ModelError, OptionError, brief
 from jetspec.noise import NOISE_AT_ONCE, add_noise, pick_with_noise
 
 GREEDY_BELOW = 1e-5  # the one threshold: a smaller temperature means argmax, everywhere
 MAX_TEMPERATURE = 1e3
 MAX_BIAS = 1e9  # large enough to ban or force a token, small enough to stay finite in float32
+_RANGES = {  # lowest, highest, and whether the lowest itself is excluded
+    "temperature": (0.0, MAX_TEMPERATURE, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (1e-3, 1e3, False),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
 
 
 class History(NamedTuple):
@@ -64,21 +72,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        top_k = _checked_integer("top_k", self.top_k, 2**31 - 1, "0 turns it off")
-        _check_number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        seed = _checked_integer("seed", self.seed, 2**64 - 1, "the default is 0")
+        checked: dict[str, object] = {
+            name: checked_number(name, getattr(self, name), *valid) for name, valid in _RANGES.items()
+        }
+        checked["top_k"] = _checked_integer("top_k", self.top_k, 2**31 - 1, "0 turns it off")
+        checked["seed"] = _checked_integer("seed", self.seed, 2**64 - 1, "the default is 0")
         if not isinstance(self.logit_bias, Mapping):
-            raise OptionError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            raise OptionError(f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}")
         biases: dict[int, float] = {}  # a copy: the caller's may change later
         for token, bias in self.logit_bias.items():
-            _check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
-            biases[_checked_integer("a token id in logit_bias", token, 2**31 - 1, "ids count from 0")] = bias
-        for name, value in (("top_k", top_k), ("seed", seed), ("logit_bias", biases)):
+            id = _checked_integer("a token id in logit_bias", token, 2**31 - 1, "ids count from 0")
+            biases[id] = checked_number(f"logit_bias[{id}]", bias, -MAX_BIAS, MAX_BIAS)
+        for name, value in {**checked, "logit_bias": biases}.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -102,12 +107,22 @@ class Sampling:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _check_number(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
-    valid = f"{'above' if above_low else 'from'} {low:g} up to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionError(f"{name} must be a number {valid}, got {value!r}")
-    if not low <= value <= high or (above_low and value == low):  # NaN fails every comparison
-        raise OptionError(f"{name} must be a number {valid}, got {value!r}")
+def checked_number(name: str, value: object, low: float, high: float, above_low: bool = False) -> float:
+    """The value as an int or a float, one of NumPy too. Raises OptionError unless it is from `low`, itself
+    excluded with `above_low`, up to `high`.
+    """
+    number = _as_number(value)
+    if number is None or not low <= number <= high or (above_low and number == low):  # NaN fails comparisons
+        valid = f"{'above' if above_low else 'from'} {low:g} up to {high:g}"
+        raise OptionError(f"{name} must be a number {valid}, got {brief(value)}")
+    return number
+
+
+def _as_number(value: object) -> float | None:
+    """The value as an int or a float, one of NumPy too; None if it is neither, as True and False are none."""
+    if isinstance(value, (float, np.floating)):
+        return float(value)
+    return as_integer(value)
 
 
 def as_integer(value: object) -> int | None:
@@ -123,7 +138,7 @@ def as_integer(value: object) -> int | None:
 def _checked_integer(name: str, value: int, high: int, hint: str) -> int:
     number = as_integer(value)
     if number is None or not 0 <= number <= high:
-        raise OptionError(f"{name} must be an integer from 0 to {high} ({hint}), got {value!r}")
+        raise OptionError(f"{name} must be an integer from 0 to {high} ({hint}), got {brief(value)}")
     return number
 
 

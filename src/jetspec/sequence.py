@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jetspec.detokenize import Detokenizer, StopStrings
-from jetspec.errors import OptionError, PromptError
+from jetspec.errors import OptionError, PromptError, brief
 from jetspec.sampling import Sampling, as_integer
 
 Kind = Literal["accepted", "bonus", "plain"]
@@ -44,23 +44,25 @@ class Limits:
             value = getattr(self, name)
             number = as_integer(value)
             if number is None or number < 1:
-                raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+                raise OptionError(f"{name} must be an integer of at least 1, got {brief(value)}")
             object.__setattr__(self, name, number)
         if not isinstance(self.ignore_eos, bool):
-            raise OptionError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise OptionError(f"ignore_eos must be True or False, got {brief(self.ignore_eos)}")
         stops: object = self.stop_strings
         if isinstance(stops, str):  # would be read as one stop per letter
-            raise OptionError(f"stop_strings must be a list of texts, got {stops!r}; write [{stops!r}]")
+            raise OptionError(
+                f"stop_strings must be a list of texts, got {brief(stops)}; write [{brief(stops)}]"
+            )
         if not isinstance(stops, Iterable):
-            raise OptionError(f"stop_strings must be a list of texts, got {stops!r}")
+            raise OptionError(f"stop_strings must be a list of texts, got {brief(stops)}")
         texts = tuple(stops)
         for stop in texts:
             if not isinstance(stop, str) or not stop:
-                raise OptionError(f"stop_strings must be texts of at least one character, got {stop!r}")
+                raise OptionError(f"stop_strings must be texts of at least one character, got {brief(stop)}")
         given: object = self.stop_ids
         ids = [as_integer(token) for token in given] if isinstance(given, Iterable) else [None]
         if any(token is None or token < 0 for token in ids):
-            raise OptionError(f"stop_ids must be a set of token ids, which count from 0, got {given!r}")
+            raise OptionError(f"stop_ids must be a set of token ids, which count from 0, got {brief(given)}")
         object.__setattr__(self, "stop_ids", frozenset(ids))
         object.__setattr__(self, "stop_strings", texts)
 
@@ -170,8 +172,19 @@ class Sequence:
         return emissions
 
     def abort(self) -> str:
-        """End the request from outside and return the text held back; "" if it has ended already."""
-        return "" if self.finished else self._finish("abort")
+        """End the request from outside and return the text held back; "" if it has ended already.
+
+        Half a character comes out as U+FFFD. Where that completes a stop string the text ends before it, but
+        the target stopped nowhere: the tokens stay, and the reason is "abort".
+        """
+        if self.finished:
+            return ""
+        text, stopped = self._stop_strings.feed(self._detokenizer.flush())
+        if not stopped:
+            text += self._stop_strings.flush()
+        self._show(text)
+        self.finished = "abort"
+        return text
 
     def _take(self, token: int) -> str:
         """Append one token, end if there is a reason to, and return the text that may be shown now."""

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from jetspec.errors import StorageError
 
@@ -55,6 +56,17 @@ def user_path(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:  # no such user, or no home
         return Path(text)
+
+
+def path_kind(path: Path) -> Literal["folder", "file"] | None:
+    """What a path leads to; None if nothing is there.
+
+    Raises OSError where that cannot be found out: too long a name, a folder that may not be entered.
+    """
+    try:
+        return "folder" if stat.S_ISDIR(path.stat().st_mode) else "file"
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a NUL in it: no path at all
+        return None
 
 
 def say(message: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def test_no_option_has_a_value_at_one_verb_alone() -> None:
     [
         (OSError(28, "No space left on device", "/tmp/x"), 2, "cannot read or write /tmp/x: No space left"),
         (BrokenPipeError(), 141, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
         (KeyboardInterrupt(), 130, "jetspec: interrupted"),
         (MemoryError(), 2, "not enough memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "not enough memory"),
@@ -209,6 +211,27 @@ def test_a_full_disk_is_one_line(tiny_folder: Path, more: list[str]) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr == "jetspec: error: cannot read or write the output: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX pipes")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_left_is_a_code_of_its_own(tiny_folder: Path, more: list[str]) -> None:
+    """Guards the code 141 where output is written at once: with --json it was 1, for typer took the system's
+    error for its own."""
+    command = [sys.executable, "-u", "-m", "jetspec", "Hello", "-n", "2", "--head", "off"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [*command, "--model", str(tiny_folder), *more],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")

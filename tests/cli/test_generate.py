@@ -111,7 +111,7 @@ def test_confidence_threshold_reaches_the_head(
     error = jetspec("Hi", "--model", tiny_folder, "--head", "echo", "--confidence-threshold", 0.5).error
     assert error.startswith("the confidence threshold 0.5 needs a head with a confidence head, which echo")
     error = jetspec(*given[:-1], "--confidence-threshold", 2).error
-    assert error == "the confidence threshold must be a number from 0 to 1, got 2.0"
+    assert error == "the confidence threshold must be a number from 0 up to 1, got 2.0"
 
 
 def test_trees_grow_as_the_head_was_published(

@@ -326,6 +326,15 @@ def test_emissions_join_to_the_text() -> None:
         )
 
 
+@pytest.mark.parametrize("most", [0, -1, 1.5, True, None, "x"])
+def test_a_bad_batch_is_refused(most: Any) -> None:
+    """Guards the documented error for max_batch: Python's own came through, and 1.5 and True were taken."""
+    with pytest.raises(OptionError, match="max_batch must be an integer of at least 1"):
+        Engine(shared_target(), None, budget=0, max_batch=most)
+    with pytest.raises(OptionError, match=r"unknown tree builder .*; valid: best-first"):
+        Engine(shared_target(), None, budget=0, grow=[most])  # type: ignore[arg-type]
+
+
 def test_a_bad_request_is_refused_before_it_joins_the_others() -> None:
     """Guards all requests of an engine against one: ids that the target does not have were met in the round,
     which then failed for everybody until the bad request was aborted."""

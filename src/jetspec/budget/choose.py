@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from jetspec.budget.adaptive import AdaptiveBudget
 from jetspec.budget.base import Budget
@@ -17,6 +17,7 @@ from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.profile import SECONDS, SECONDS_AGAIN, Measurement, measure
 from jetspec.budget.store import CostFile, cost_facts
 from jetspec.draft.base import Drafter
+from jetspec.sampling import as_integer
 from jetspec.storage import say
 from jetspec.target.target import Target
 from jetspec.tree import Grow
@@ -28,7 +29,7 @@ _WORTH_KEEPING = 0.8  # seconds; what was measured faster is measured again at t
 
 def check_budget_option(budget: object) -> None:
     """Raise OptionError unless `budget` is "auto", a valid number of nodes, or a policy."""
-    if budget != AUTO and not hasattr(budget, "limits"):
+    if not (isinstance(budget, str) and budget == AUTO) and not hasattr(budget, "limits"):
         FixedBudget(budget)  # type: ignore[arg-type]
 
 
@@ -38,14 +39,15 @@ def make_budget(option: BudgetOption, target: Target, drafter: Drafter, grow: Gr
     builder share what they learn. Raises OptionError for values that are not valid.
     """
     check_budget_option(option)
-    if isinstance(option, int):
-        return FixedBudget(option)
+    nodes = as_integer(option)
+    if nodes is not None:
+        return FixedBudget(nodes)
     if isinstance(option, str):
         if drafter.name == "off":
             return FixedBudget(0)
         known = knowledge_of(target, drafter, grow)
         return FixedBudget(DEFAULT_BUDGET) if known is None else AdaptiveBudget(known)
-    return option
+    return cast(Budget, option)
 
 
 _one_at_a_time = threading.RLock()  # two that measure at once disturb each other, and would learn apart

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from jetspec.budget.base import Spent
-from jetspec.errors import OptionError
+from jetspec.errors import OptionError, brief
+from jetspec.sampling import as_integer
 from jetspec.sequence import Sequence
 from jetspec.tree import Tree
 
@@ -22,13 +23,14 @@ class FixedBudget:
     """
 
     def __init__(self, nodes: int) -> None:
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= MAX_BUDGET:
+        number = as_integer(nodes)
+        if number is None or not 0 <= number <= MAX_BUDGET:
             raise OptionError(
                 f"the budget must be auto or a number of nodes from 0 (plain decoding) to {MAX_BUDGET}, "
-                f"got {nodes!r}"
+                f"got {brief(nodes)}"
             )
-        self.nodes = nodes
-        self.depth = max(1, nodes)
+        self.nodes = number
+        self.depth = max(1, number)
 
     def limits(self, sequences: Many[Sequence]) -> list[int]:
         """The same for all."""

@@ -78,6 +78,10 @@ def _run(argv: Sequence[str]) -> int:
         code = command()(args=arguments(argv), prog_name="jetspec", standalone_mode=False)
     except typer.Abort:
         return INTERRUPTED
+    except SystemExit as stop:  # typer ends the process itself for a closed pipe, with a code of its own
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
+        raise
     except usage_error as error:
         context = getattr(error, "ctx", None)
         verb = "jetspec" if context is None else context.command_path

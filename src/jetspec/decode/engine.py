@@ -20,8 +20,8 @@ from jetspec.decode.round import Outcome, Walker, check_roots, decode_round, obs
 from jetspec.decode.stats import Stats
 from jetspec.draft.base import Drafter
 from jetspec.draft.stubs import Off
-from jetspec.errors import HeadError, ModelError, OptionError, PromptError
-from jetspec.sampling import Sampling, check_bias
+from jetspec.errors import HeadError, ModelError, OptionError, PromptError, brief
+from jetspec.sampling import Sampling, as_integer, check_bias
 from jetspec.sequence import Limits, Sequence
 from jetspec.target.plan import chunk
 from jetspec.target.target import Target
@@ -58,15 +58,16 @@ class Engine:
         grow: str = "best-first",
         max_batch: int = 64,
     ) -> None:
-        if grow not in GROW:
-            raise OptionError(f"unknown tree builder {grow!r}; valid: {', '.join(GROW)}")
-        if max_batch < 1:
-            raise OptionError(f"max_batch must be at least 1, got {max_batch}")
+        if not isinstance(grow, str) or grow not in GROW:
+            raise OptionError(f"unknown tree builder {brief(grow)}; valid: {', '.join(GROW)}")
+        most = as_integer(max_batch)
+        if most is None or most < 1:
+            raise OptionError(f"max_batch must be an integer of at least 1, got {brief(max_batch)}")
         self.target = target
         self.drafter: Drafter = drafter if drafter is not None else Off()
         self.grow = GROW[grow]
         self.budget: Budget = make_budget(budget, target, self.drafter, self.grow)
-        self.max_batch = max_batch
+        self.max_batch = most
         self.walker: Walker | None = None  # see decode_round; for methods with another acceptance rule
         self.cache = target.new_cache()
         self.stats = Stats()

@@ -40,9 +40,8 @@ def load_head(folder: Path) -> Head:
     missing, unexpected or misshaped tensor, a value that is not finite.
     """
     if not folder.is_dir():
-        raise HeadError(
-            f"the head folder {folder} does not exist; give a folder with config.json and {WEIGHTS}"
-        )
+        fault = f"{folder} is no folder" if folder.exists() else f"the head folder {folder} does not exist"
+        raise HeadError(f"{fault}; give a folder with config.json and {WEIGHTS}")
     values, tensors = read_folder(folder)
     config = HeadConfig.from_dict(values)
     vocab = tensors.pop(DRAFT_VOCAB, None)

@@ -21,7 +21,7 @@ from jetspec.draft.checkpoint import Head
 from jetspec.draft.path_scorer import Scorer
 from jetspec.draft.recurrent import RecurrentProposal
 from jetspec.draft.shared_noise import Draws
-from jetspec.errors import OptionError
+from jetspec.sampling import checked_number
 from jetspec.tree.proposal import NO_CHILDREN, Children, MarkovProposal, Proposal, State
 
 
@@ -85,9 +85,8 @@ class ConfidentScorer:
     def __init__(
         self, head: Head, inner: Scorer, threshold: float, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if not 0 <= threshold <= 1:
-            raise OptionError(f"the confidence threshold must be a number from 0 to 1, got {threshold!r}")
-        self._inner, self.threshold = inner, threshold
+        self._inner = inner
+        self.threshold = checked_number("the confidence threshold", threshold, 0, 1)
         weight = head.weights["confidence_head.proj.weight"][0].to(device, dtype)  # [H] or [H + r]
         hidden = head.config.model.hidden_size
         self._by_state, self._by_row = weight[:hidden], weight[hidden:]

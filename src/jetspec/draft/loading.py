@@ -19,8 +19,9 @@ from jetspec.draft.mtp import mtp_drafter
 from jetspec.draft.mtp_format import load_mtp
 from jetspec.draft.sequential import SequentialDrafter
 from jetspec.draft.stubs import Decoy, Echo, Off, Random
-from jetspec.errors import HeadError, OptionError
-from jetspec.storage import user_path
+from jetspec.errors import LONGEST_NAME, HeadError, brief
+from jetspec.sampling import checked_number
+from jetspec.storage import path_kind, user_path
 from jetspec.target.target import Target
 
 PACKAGED = ("auto", "default")  # both mean the head that ships with jetspec for the target
@@ -41,10 +42,7 @@ def load_drafter(
     Raises HeadError if the name is unknown, the head cannot be read or belongs to another target, or there is
     a threshold and no confidence head; OptionError if the threshold is not in 0..1.
     """
-    if not 0 <= confidence_threshold <= 1:
-        raise OptionError(
-            f"the confidence threshold must be a number from 0 to 1, got {confidence_threshold!r}"
-        )
+    confidence_threshold = checked_number("the confidence threshold", confidence_threshold, 0, 1)
     drafter = _named_drafter(str(head), target, shared_noise, confidence_threshold)
     if confidence_threshold and not (isinstance(drafter, BlockDrafter) and drafter.head.config.confidence):
         raise HeadError(
@@ -80,10 +78,16 @@ def find_head(name: str, target_name: str, valid: Many[str] = PACKAGED) -> Path 
     """
     if name in PACKAGED:
         return packaged_head(target_name)
+    names, shown = f"valid: {', '.join(valid)}, or the folder of a head", brief(name, LONGEST_NAME)
+    if not name:  # as a path it would be the current folder
+        raise HeadError(f"the name of the head is empty; {names}")
     folder = user_path(name)
-    if not folder.is_dir():
-        state = "is no folder" if folder.exists() else "was not found"
-        raise HeadError(f"head {name!r} {state}; valid: {', '.join(valid)}, or the folder of a head")
+    try:
+        kind = path_kind(folder)
+    except OSError as error:
+        raise HeadError(f"head {shown} cannot be looked up ({error.strerror}); {names}") from error
+    if kind != "folder":
+        raise HeadError(f"head {shown} {'was not found' if kind is None else 'is no folder'}; {names}")
     return folder
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from jetspec.errors import DownloadError, JetSpecError, ModelError, OptionError
-from jetspec.storage import remove, say, storage_errors, user_path
+from jetspec.errors import LONGEST_NAME, DownloadError, JetSpecError, ModelError, OptionError, brief
+from jetspec.storage import path_kind, remove, say, storage_errors, user_path
 from jetspec.target.config import ModelConfig, token_ids
 from jetspec.target.default_model import DEFAULT_MODEL, cached_default_model
 from jetspec.target.gguf import cached_gguf
@@ -58,8 +58,8 @@ def load_target(name_or_path: str = DEFAULT_MODEL, *, dtype: str = "float32", de
 
     Raises OptionError, ModelError, DownloadError or StorageError.
     """
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise OptionError(f"dtype {brief(dtype)} is unknown; valid: {', '.join(DTYPES)}")
     name_or_path = str(name_or_path)  # a Path is welcome
     place = _device(str(device))
     model = read_model(name_or_path)
@@ -79,20 +79,26 @@ def read_model(
 
     Raises ModelError, DownloadError or StorageError.
     """
-    path = user_path(name_or_path)
+    if not name_or_path:  # as a path it would be the current folder
+        raise ModelError(f"the name of the model is empty; {_VALID}")
     if name_or_path == DEFAULT_MODEL:
         return _read_cached(lambda full: cached_default_model(verify=full, gguf=gguf), verify, name_or_path)
+    path, shown = user_path(name_or_path), brief(name_or_path, LONGEST_NAME)
+    try:
+        kind = path_kind(path)
+    except OSError as error:
+        raise ModelError(f"model {shown} cannot be looked up ({error.strerror}); {_VALID}") from error
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if kind != "file":
             raise ModelError(f"{path} does not exist; give the path of a .gguf file")
         return _read_cached(lambda full: cached_gguf(path, verify=full), verify, str(path))
-    if path.is_dir():
+    if kind == "folder":
         return _read_folder(path, str(path))
-    if path.exists():
+    if kind == "file":
         raise ModelError(f"{path} is neither a folder nor a .gguf file; {_VALID}")
     if _HUB_ID.fullmatch(name_or_path):
         return _read_folder(_fetch_from_hub(name_or_path), name_or_path)
-    raise ModelError(f"model {name_or_path!r} was not found; {_VALID}")
+    raise ModelError(f"model {shown} was not found; {_VALID}")
 
 
 _VALID = f"valid: {DEFAULT_MODEL}, a Hugging Face folder, a .gguf file, a hub id (org/name)"
@@ -173,16 +179,16 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise OptionError(f"device {name!r} is unknown; valid: cpu, cuda, cuda:0, …") from error
+        raise OptionError(f"device {brief(name)} is unknown; valid: cpu, cuda, cuda:0, …") from error
     if device.type == "meta":
-        raise OptionError(f"device {name!r} computes nothing; valid: cpu, cuda, cuda:0, …")
+        raise OptionError(f"device {brief(name)} computes nothing; valid: cpu, cuda, cuda:0, …")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(
-            f"device {name!r} was asked for, but this machine has no usable CUDA device; valid: cpu"
+            f"device {brief(name)} was asked for, but this machine has no usable CUDA device; valid: cpu"
         )
     try:
         torch.empty(1, device=device)
     except Exception as error:  # each kind of device has its own exception for not being there
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OptionError(f"device {name!r} cannot be used here ({reason}); valid: cpu") from error
+        raise OptionError(f"device {brief(name)} cannot be used here ({reason}); valid: cpu") from error
     return device
