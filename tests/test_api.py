@@ -429,10 +429,10 @@ def test_load_checks_cheap_things_first() -> None:
         ({"model": "x" * 5000 + ".gguf"}, ModelError, "cannot be looked up"),
         ({"model": ""}, ModelError, "name of the model is empty; valid: smollm2-135m"),
         ({"model": "a\0b"}, ModelError, "was not found"),
-        ({"head": "x" * 5000}, HeadError, "cannot be looked up .*; valid: auto, off"),
-        ({"head": ""}, HeadError, "name of the head is empty; valid: auto, off"),
+        ({"head": "x" * 5000}, HeadError, "cannot be looked up .*; valid: auto, default, off"),
+        ({"head": ""}, HeadError, "name of the head is empty; valid: auto, default, off"),
         ({"head": "a\0b"}, HeadError, "was not found"),
-        ({"head": __file__}, HeadError, "test_api.py is no folder; give a folder with config.json"),
+        ({"head": __file__}, HeadError, "is no folder; valid: auto, default, off"),
     ],
 )
 def test_load_has_errors_of_its_own(

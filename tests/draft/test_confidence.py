@@ -102,6 +102,6 @@ def test_confidence_does_not_see_the_token(target: Target) -> None:
 def test_thresholds_are_checked(target: Target) -> None:
     """Guards a threshold in percent; a head without a confidence head takes none to heart."""
     head = random_head(target, confidence=True)
-    with pytest.raises(OptionError, match="from 0 to 1"):
+    with pytest.raises(OptionError, match="from 0 up to 1"):
         BlockDrafter(head, target, confidence_threshold=30)
     assert BlockDrafter(random_head(target), target, confidence_threshold=0.5).name == "jetspec"
