@@ -72,7 +72,7 @@ def test_a_named_method_must_run(given: list[object], tmp_path: Path) -> None:
     assert "/heads has no mtp/config.json, and none is packaged for " in named
     assert "train one with: jetspec train --recipe mtp --model " in named
     broken = jetspec(*given, "--methods", "mtp", "--head", f"mtp={tmp_path / 'heads' / 'jetspec'}").error
-    assert "method mtp cannot run: " in broken and "config.json cannot be read" in broken
+    assert "method mtp cannot run: " in broken and "has no config.json; give the folder" in broken
     assert "method hf-assisted cannot run: no assistant" in jetspec(*given, "--methods", "hf-assisted").error
     left = jetspec(*given, "--methods", "hf-generate", "--outside-prompts", 0).error
     assert left == "--outside-prompts 0 leaves out hf-generate, which --methods names"

@@ -45,7 +45,7 @@ class Validation:
     tau: dict[str, float] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
     seen: dict[str, float] = field(default_factory=dict)
-    answers: int = 0
+    answers: int = field(default=0, compare=False)
 
 
 class Tally:
