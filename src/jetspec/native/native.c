@@ -419,7 +419,7 @@ void jetspec_norm(const float *x, const float *weight, double eps, int64_t rows,
 #pragma omp parallel for schedule(static) if (rows > PART_ROWS)
     for (int64_t part = 0; part < (rows + PART_ROWS - 1) / PART_ROWS; part++)
         for (int64_t r = part * PART_ROWS; r < rows && r < (part + 1) * PART_ROWS; r++)
-            norm_row(x + r * width, weight, width, (float)eps, y + r * width, inverse + r);
+            inverse[r] = rms_norm(x + r * width, weight, width, (float)eps, y + r * width);
 }
 
 /* Gradients of a norm: dx [rows][width], or null; weight_grad [width]. Returns 0, or 1 without memory. */
@@ -444,7 +444,10 @@ int jetspec_norm_back(const float *dy, const float *x, const float *weight, cons
 void jetspec_gate(const float *gate, const float *up, int64_t count, float *y)
 {
 #pragma omp parallel for schedule(static) if (count > PART_ITEMS)
-    for (int64_t i = 0; i < count; i += LANES) put_some(y + i, gate_of(some_of(gate + i, count - i), some_of(up + i, count - i)), count - i);
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes g = some_of(gate + i, count - i, 0.0f), u = some_of(up + i, count - i, 0.0f);
+        put_some(y + i, silu(g) * u, count - i);
+    }
 }
 
 /* Gradients of that */
@@ -453,7 +456,8 @@ void jetspec_gate_back(const float *dy, const float *gate, const float *up, int6
 #pragma omp parallel for schedule(static) if (count > PART_ITEMS)
     for (int64_t i = 0; i < count; i += LANES) {
         lanes for_gate, for_up;
-        gate_back(some_of(dy + i, count - i), some_of(gate + i, count - i), some_of(up + i, count - i), &for_gate, &for_up);
+        lanes own = some_of(dy + i, count - i, 0.0f), g = some_of(gate + i, count - i, 0.0f), u = some_of(up + i, count - i, 0.0f);
+        gate_back(own, g, u, &for_gate, &for_up);
         put_some(d_gate + i, for_gate, count - i);
         put_some(d_up + i, for_up, count - i);
     }

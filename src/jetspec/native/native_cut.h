@@ -9,46 +9,13 @@
 #define DIGIT_BITS 11
 #define DIGITS (1 << DIGIT_BITS)
 
-/* exp for x <= 0 to about one unit in the last place; 0 below -700, where nothing is left beside the largest. 2^n times the series of
- * exp on [-ln2/2, ln2/2], whose next term is below 1e-17. */
-static inline doubles exp_double(doubles x)
-{
-    longs tiny = x < -700.0;
-    x = (doubles)((longs)x & ~tiny);
-    doubles n = (x * 0x1.71547652b82fep0 + 0x1.8p52) - 0x1.8p52;
-    doubles r = x - n * 0x1.62e42feep-1 - n * 0x1.a39ef35793c76p-33, p = 1.0 / 6227020800.0 - (doubles){0};
-    p = p * r + 1.0 / 479001600;
-    p = p * r + 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
-    longs power = ((longs)(n + 0x1.8p52) << 52) + 0x3ff0000000000000;
-    return (doubles)((longs)(p * (doubles)power) & ~tiny);
-}
-
-/* 16 scores, minus infinity behind the end of the row */
-static inline lanes scores_at(const float *scores, int64_t i, int64_t count)
-{
-    lanes x = all(-INFINITY);
-    memcpy(&x, scores + i, sizeof(float) * (size_t)(count - i < LANES ? count - i : LANES));
-    return x;
-}
-
 /* The largest score; NaN if there is one. */
 static inline float largest_of(const float *scores, int64_t count)
 {
     lanes best = all(-INFINITY);
     integers sick = {0};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes x = scores_at(scores, i, count);
+        lanes x = some_of(scores + i, count - i, -INFINITY);
         sick |= x != x;
         best = larger(x, best);
     }
@@ -65,7 +32,7 @@ static inline double mass_of(const float *scores, int64_t count, float largest)
 {
     doubles sums[2] = {{0}, {0}};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes x = scores_at(scores, i, count);
+        lanes x = some_of(scores + i, count - i, -INFINITY);
         half_lanes halves[2];
         memcpy(halves, &x, sizeof x);
         for (int h = 0; h < 2; h++) sums[h] += exp_double(__builtin_convertvector(halves[h], doubles) - (double)largest);

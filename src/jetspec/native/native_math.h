@@ -66,6 +66,74 @@ static inline lanes gated(lanes x, lanes gate)
 
 static inline lanes silu(lanes x) { return gated(x, x); }
 
+/* The first of 16 floats, as far as there are any `left`, and `rest` behind them */
+static inline lanes some_of(const float *x, int64_t left, float rest)
+{
+    if (left >= LANES) return *(const lanes *)x;
+    lanes y = all(rest);
+    memcpy(&y, x, sizeof(float) * (size_t)left);
+    return y;
+}
+
+static inline void put_some(float *to, lanes x, int64_t left)
+{
+    if (left >= LANES) *(lanes *)to = x;
+    else memcpy(to, &x, sizeof(float) * (size_t)left);
+}
+
+#define ROUNDER 0x1.8p52         /* adding it rounds a double to an integer, which its last bits then are */
+#define LN2_HIGH 0x1.62e42feep-1 /* times an exponent it is exact */
+#define LN2_LOW 0x1.a39ef35793c76p-33
+
+/* exp for x <= 0 to about one unit in the last place; 0 below -700, where nothing is left beside the largest. 2^n times the series of
+ * exp on [-ln2/2, ln2/2], whose next term is below 1e-17. */
+static inline doubles exp_double(doubles x)
+{
+    longs tiny = x < -700.0;
+    x = (doubles)((longs)x & ~tiny);
+    doubles n = (x * 0x1.71547652b82fep0 + ROUNDER) - ROUNDER;
+    doubles r = x - n * LN2_HIGH - n * LN2_LOW, p = 1.0 / 6227020800.0 - (doubles){0};
+    p = p * r + 1.0 / 479001600;
+    p = p * r + 1.0 / 39916800;
+    p = p * r + 1.0 / 3628800;
+    p = p * r + 1.0 / 362880;
+    p = p * r + 1.0 / 40320;
+    p = p * r + 1.0 / 5040;
+    p = p * r + 1.0 / 720;
+    p = p * r + 1.0 / 120;
+    p = p * r + 1.0 / 24;
+    p = p * r + 1.0 / 6;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
+    longs power = ((longs)(n + ROUNDER) << 52) + 0x3ff0000000000000;
+    return (doubles)((longs)(p * (doubles)power) & ~tiny);
+}
+
+/* The natural logarithm of positive normal numbers. x = 2^k (1 + f) with 1 + f between sqrt(1/2) and sqrt(2); with s = f / (2 + f),
+ * log(1 + f) = 2 atanh(s) = 2 s + s R, R = 2 (s^2 / 3 + s^4 / 5 + ...), is summed as f - (h - s (h + R)) with h = f^2 / 2, because f is
+ * exact and s is not (the arrangement is that of e_log.c in fdlibm, Sun Microsystems 1993). */
+static inline doubles log_of(doubles x)
+{
+    longs root = 0x3fe6a09e667f3bcd - (longs){0}; /* sqrt(1/2) */
+    longs k = ((longs)x - root) >> 52;
+    doubles f = (doubles)((longs)x - (k << 52)) - 1.0;
+    doubles whole = (doubles)(k + 0x4338000000000000) - ROUNDER; /* k as a double */
+    doubles s = f / (2.0 + f), z = s * s;
+    doubles r = z * (2.0 / 21) + 2.0 / 19; /* the next term is below 1e-17 of the sum */
+    r = r * z + 2.0 / 17;
+    r = r * z + 2.0 / 15;
+    r = r * z + 2.0 / 13;
+    r = r * z + 2.0 / 11;
+    r = r * z + 2.0 / 9;
+    r = r * z + 2.0 / 7;
+    r = r * z + 2.0 / 5;
+    r = r * z + 2.0 / 3;
+    r *= z;
+    doubles h = 0.5 * f * f;
+    return whole * LN2_HIGH - ((h - (s * (h + r) + whole * LN2_LOW)) - f);
+}
+
 static inline float sum_lanes(lanes a)
 {
     float s[LANES];
@@ -75,8 +143,8 @@ static inline float sum_lanes(lanes a)
     return s[0];
 }
 
-/* out = x / sqrt(mean(x^2) + eps) * weight, one row */
-static inline void rms_norm(const float *restrict x, const float *restrict weight, int64_t width, float eps, float *restrict out)
+/* out = x / sqrt(mean(x^2) + eps) * weight, one row; returns what x was multiplied with. */
+static inline float rms_norm(const float *restrict x, const float *restrict weight, int64_t width, float eps, float *restrict out)
 {
     lanes acc = {0};
     int64_t i = 0;
@@ -87,6 +155,7 @@ static inline void rms_norm(const float *restrict x, const float *restrict weigh
     for (i = 0; i + LANES <= width; i += LANES)
         *(lanes *)(out + i) = *(const lanes *)(x + i) * inverse * *(const lanes *)(weight + i);
     for (; i < width; i++) out[i] = x[i] * inverse * weight[i];
+    return inverse;
 }
 
 /* Turn one head by its position's angles (half-split layout): the first half of `sine` carries the minus sign. */

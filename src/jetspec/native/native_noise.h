@@ -33,31 +33,6 @@ static inline void keys_of_row(uint32_t low, uint32_t high, uint32_t position, u
     *key_b = mixed_one(mixed_one(position ^ second) ^ first);
 }
 
-/* The natural logarithm of positive normal numbers. x = 2^k (1 + f) with 1 + f between sqrt(1/2) and sqrt(2); with s = f / (2 + f),
- * log(1 + f) = 2 atanh(s) = 2 s + s R, R = 2 (s^2 / 3 + s^4 / 5 + ...), is summed as f - (h - s (h + R)) with h = f^2 / 2, because f is
- * exact and s is not (the arrangement is that of e_log.c in fdlibm, Sun Microsystems 1993). */
-static inline doubles log_of(doubles x)
-{
-    const double high = 0x1.62e42feep-1, low = 0x1.a39ef35793c76p-33; /* of ln 2; k * high is exact */
-    longs root = 0x3fe6a09e667f3bcd - (longs){0};                     /* sqrt(1/2) */
-    longs k = ((longs)x - root) >> 52;
-    doubles f = (doubles)((longs)x - (k << 52)) - 1.0;
-    doubles whole = (doubles)(k + 0x4338000000000000) - 0x1.8p52; /* k as a double */
-    doubles s = f / (2.0 + f), z = s * s;
-    doubles r = z * (2.0 / 21) + 2.0 / 19; /* the next term is below 1e-17 of the sum */
-    r = r * z + 2.0 / 17;
-    r = r * z + 2.0 / 15;
-    r = r * z + 2.0 / 13;
-    r = r * z + 2.0 / 11;
-    r = r * z + 2.0 / 9;
-    r = r * z + 2.0 / 7;
-    r = r * z + 2.0 / 5;
-    r = r * z + 2.0 / 3;
-    r *= z;
-    doubles h = 0.5 * f * f;
-    return whole * high - ((h - (s * (h + r) + whole * low)) - f);
-}
-
 /* -log(-log u) for u = (bits + 1/2) / 2^32 */
 static inline half_lanes gumbel_of(half_words bits)
 {

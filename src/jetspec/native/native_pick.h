@@ -10,14 +10,7 @@ static inline int64_t pick_of_row(const float *logits, const float *noise, float
     lanes best = all(-INFINITY);
     integers index = {0}, sick = {0};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes l = all(-INFINITY), g = {0};
-        if (i + LANES <= count) {
-            l = *(const lanes *)(logits + i);
-            g = *(const lanes *)(noise + i);
-        } else {
-            memcpy(&l, logits + i, sizeof(float) * (size_t)(count - i));
-            memcpy(&g, noise + i, sizeof(float) * (size_t)(count - i));
-        }
+        lanes l = some_of(logits + i, count - i, -INFINITY), g = some_of(noise + i, count - i, 0.0f);
         lanes score = l / temperature + g;
         integers more = score > best, vector = (int32_t)(i / LANES) - (integers){0};
         best = (lanes)(((integers)score & more) | ((integers)best & ~more));

@@ -57,15 +57,8 @@ static inline int32_t take_keys(selection *s, const float *a, const float *b, fl
         integers own = LEAST - (integers){0};
         int64_t end = (g + 1) * GROUP < s->vectors ? (g + 1) * GROUP : s->vectors;
         for (int64_t v = g * GROUP; v < end; v++) {
-            lanes x = all(-INFINITY), y = {0};
-            if ((v + 1) * LANES <= n) {
-                x = *(const lanes *)(a + v * LANES);
-                if (b) y = *(const lanes *)(b + v * LANES);
-            } else {
-                size_t rest = sizeof(float) * (size_t)(n - v * LANES);
-                memcpy(&x, a + v * LANES, rest);
-                if (b) memcpy(&y, b + v * LANES, rest);
-            }
+            int64_t at = v * LANES;
+            lanes x = some_of(a + at, n - at, -INFINITY), y = b ? some_of(b + at, n - at, 0.0f) : all(0.0f);
             integers key = key_of(b ? x + scale * y : x), more = key > own;
             *(integers *)(s->keys + v * LANES) = key;
             own = (key & more) | (own & ~more);

@@ -11,16 +11,6 @@
 #define PART_ROWS 128  /* of a norm */
 #define PART_ITEMS 8192 /* of a gate */
 
-/* y = x / sqrt(mean(x^2) + eps) * weight, and what x was multiplied with, which the gradient needs */
-static inline void norm_row(const float *x, const float *weight, int64_t width, float eps, float *y, float *inverse)
-{
-    lanes acc = {0};
-    for (int64_t i = 0; i < width; i += LANES) acc += *(const lanes *)(x + i) * *(const lanes *)(x + i);
-    float scale = 1.0f / sqrtf(sum_lanes(acc) / (float)width + eps);
-    for (int64_t i = 0; i < width; i += LANES) *(lanes *)(y + i) = *(const lanes *)(x + i) * scale * *(const lanes *)(weight + i);
-    *inverse = scale;
-}
-
 /* With n = x * inverse and g = dy * weight: dx = inverse * (g - n * mean(g n)); dy * n is added to the weight's gradient. */
 static inline void norm_row_back(const float *dy, const float *x, const float *weight, float inverse, int64_t width, float *dx,
                                  float *weight_grad)
@@ -39,9 +29,6 @@ static inline void norm_row_back(const float *dy, const float *x, const float *w
     }
 }
 
-/* silu(gate) * up */
-static inline lanes gate_of(lanes gate, lanes up) { return silu(gate) * up; }
-
 /* With s = 1 / (1 + exp(-gate)): d up = dy * gate * s, d gate = dy * up * s * (1 + gate * (1 - s)). */
 static inline void gate_back(lanes dy, lanes gate, lanes up, lanes *d_gate, lanes *d_up)
 {
@@ -49,15 +36,5 @@ static inline void gate_back(lanes dy, lanes gate, lanes up, lanes *d_gate, lane
     *d_up = dy * gate * s;
     *d_gate = dy * up * s * (1.0f + gate * (1.0f - s));
 }
-
-/* The `left` first of 16 floats, the others 0 */
-static inline lanes some_of(const float *x, int64_t left)
-{
-    lanes y = {0};
-    memcpy(&y, x, sizeof(float) * (size_t)(left < LANES ? left : LANES));
-    return y;
-}
-
-static inline void put_some(float *to, lanes x, int64_t left) { memcpy(to, &x, sizeof(float) * (size_t)(left < LANES ? left : LANES)); }
 
 #endif
