@@ -152,6 +152,12 @@ class HeadConfig:
             **parts,
         )
 
+    def with_layers(self, layers: int) -> HeadConfig:
+        """The same head with another number of draft layers, all of which see their whole context."""
+        if layers == self.model.num_layers:
+            return self
+        return replace(self, model=replace(self.model, num_layers=layers, windows=(None,) * layers))
+
     @property
     def first_slot(self) -> int:
         """The slot that predicts depth 1."""

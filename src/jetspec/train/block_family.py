@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from jetspec.train.block import BlockMethod
 from jetspec.train.corpus import Corpus
 from jetspec.train.families import Family
 from jetspec.train.from_head import copy_weights
-from jetspec.train.model import HeadModule, initialise
+from jetspec.train.model import HeadModule, initialise, silence
 from jetspec.train.weighting import LossOptions
 
 
@@ -56,6 +57,7 @@ class BlockOptions:
     warm: bool = True
     new_vocab: bool = False
     reveal: float = 0.0
+    grows: ClassVar[tuple[str, ...]] = ("layers",)  # what further training of a head may enlarge
 
     def __post_init__(self) -> None:
         lows = {"layers": 1, "block_size": 1 if self.alignment == "shifted" else 2, "vocab": 0, "rank": 0}
@@ -204,13 +206,19 @@ def build_from(
     target: Target, corpus: Corpus, options: BlockOptions, loss: LossOptions, head: Head
 ) -> BlockMethod:
     """A head to be trained further. A DeepSpec folder's copies of the target's ends are left behind, so it is
-    written in SpecForge's layout, which has none. Raises DataError as `build` does.
+    written in SpecForge's layout, which has none. Layers beyond the head's own change nothing at first. Raises
+    DataError as `build` does.
     """
     config = head.config
     if config.layout == "deepspec":
         config = replace(config, layout="specforge")
+    own = config.model.num_layers
+    config = config.with_layers(options.layers)
     check_widths(corpus, len(config.taps), target)
     module = HeadModule(config, target.transformer.embedding.float())
+    if options.layers > own:
+        initialise(module, read_model(target.name).weights, tap_scale=tap_scale(corpus))
+        silence(module, own)
     copy_weights(module, head.weights)
     if options.new_vocab:  # the scorer's tables have rows for all ids, and those not drafted so far are zero
         vocab = corpus.frequent_ids(draft_size(target, options.vocab), target.config.vocab_size)

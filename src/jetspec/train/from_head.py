@@ -66,10 +66,12 @@ class SourceHead:
         own = self.adopt(settings).head
         for field in fields(own):
             asked, has = getattr(settings.head, field.name), getattr(own, field.name)
-            if asked != has:
+            grows = field.name in getattr(own, "grows", ())
+            if asked != has and not (grows and asked > has):
                 raise OptionError(
                     f"{field.name} is {asked!r}, but the head in {self.folder} has {has!r}, which training "
-                    "from a head keeps; leave it out, or train without --from-head"
+                    f"from a head {'may only enlarge' if grows else 'keeps'}; leave it out, or train without "
+                    "--from-head"
                 )
 
     def check(self, target: Target, run: Path) -> None:
@@ -138,6 +140,7 @@ class Trainable(Protocol):
 
 @torch.no_grad()
 def copy_weights(module: Trainable, weights: Mapping[str, Tensor]) -> None:
-    """Set every tensor of a module to that of a head."""
+    """Set every tensor of a module to that of a head; those of layers that the head has not stay."""
     for name in module.names:
-        module.weight(name).copy_(weights[name])
+        if name in weights:
+            module.weight(name).copy_(weights[name])

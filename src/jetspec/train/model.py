@@ -242,6 +242,16 @@ def initialise(
         _warm_start(module, target, tap_scale)
 
 
+@torch.no_grad()
+def silence(module: HeadModule, first: int) -> None:
+    """Let the layers from `first` on add nothing to what they read: their output projections become zero, which
+    learn at once since what they multiply is not zero (a head of more layers begins as the one it grew from).
+    """
+    for index in range(first, module.model.num_layers):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            module.weight(f"layers.{index}.{name}.weight").zero_()
+
+
 def _warm_start(module: HeadModule, target: Mapping[str, Tensor], tap_scale: float) -> None:
     model, hidden = module.model, module.model.hidden_size
     first = module.config.target_layers - model.num_layers
