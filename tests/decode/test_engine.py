@@ -56,6 +56,26 @@ def test_stop_id_at_every_offset_of_a_block(stub: str) -> None:
         assert tuple(sequence.emitted) == text
 
 
+def test_an_answer_finds_its_memory_reserved() -> None:
+    """Guards the rounds in which a cache grew: every one of them copied the whole context, for a batch of long
+    prompts as long as several rounds. Where memory is taken at once, only a tree's room is reserved."""
+    target = shared_target()
+    engine = Engine(target, Echo(target, depth=6), budget=20)
+    sequences = [engine.add(prompt, None, Limits(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS]
+    places: dict[int, set[int]] = {s.id: set() for s in sequences}
+    while engine.busy:
+        engine.step()
+        for s in sequences:
+            if s.id in engine.cache:
+                places[s.id].add(engine.cache.block(s.id).data_ptr())
+    assert all(len(s.emitted) == 100 for s in sequences)
+    assert all(len(found) == 1 for found in places.values())
+    pooled = pooled_engine(target, budget=0)
+    waiting = pooled.add(PROMPTS[0], None, Limits(max_tokens=100))
+    pooled.step()
+    assert pooled.cache.block(waiting.id).shape[3] < 100
+
+
 def test_stop_ids_come_from_tokenizer_and_model_too() -> None:
     """Guards against a request that forgets the target's own end-of-text ids."""
     text = plain(tuple(PROMPTS[0]), "greedy")

@@ -91,3 +91,15 @@ def test_small_budgets_draft_no_deeper_than_they_verify() -> None:
         whole = drafter.whole_depth or 0
         assert set(depths) == ({min(budget, whole)} if budget else set())
     assert all(text == texts[0] for text in texts)
+
+
+def test_a_prompt_is_projected_at_once() -> None:
+    """Guards the first draft of a batch, which had to catch up with all prompts; the few rows of a round wait
+    for the next draft."""
+    target = tiny_target()
+    backbone = BlockDrafter(random_head(target), target).backbone
+    width = len(backbone.config.taps) * target.config.hidden_size
+    backbone.observe(3, torch.randn(20, width))
+    assert backbone.cache.length(3) == 20 and not backbone._pending
+    backbone.observe(3, torch.randn(2, width))
+    assert backbone.cache.length(3) == 20 and len(backbone._pending[3]) == 1

@@ -42,7 +42,6 @@ _EACH = 4  # up to here every number of sequences is looked at, then every fourt
 _LOOK = 8  # rounds between two looks
 _MET = 8  # looks after which a new outlook says more of the head than of who has come
 _PRICED = 64  # nodes over which the time of growing one is averaged
-_DEEPER = 1  # by so many depths a tree may be deeper than the mean of nodes that is planned
 
 
 class Outlook(NamedTuple):
@@ -63,7 +62,7 @@ NOTHING = Outlook(0, 0, 0.0)
 
 def planned_depth(nodes: int, whole: int | None) -> int | None:
     """Down to where to draft trees of about so many nodes; None where drafts are always whole."""
-    return None if whole is None else min(whole, nodes + _DEEPER)
+    return None if whole is None else min(whole, nodes)
 
 
 def look_ahead(

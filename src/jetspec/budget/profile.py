@@ -159,7 +159,10 @@ class _Bench:
         for key, rows in [*short, *((key, self.long) for key in self._long)]:
             self._cache.add(key, capacity=rows + max(_WIDE if key == sequences[0].id else _ROWS))
             self._cache.extend(key, rows)
-            self._cache.keep(key, range(rows))  # zeros: what is in the rows does not change the time
+            self._cache.keep(key, range(rows))
+            # What is in the rows does not change the time, but it must be finite, and memory that was never
+            # written need not be there at all.
+            self._cache.block(key).zero_()
 
     def sample(self, what: str, size: int) -> dict[_Job, float]:
         """Seconds of one job; a tree is built from a draft, so that gives both."""

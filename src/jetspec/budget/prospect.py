@@ -51,7 +51,8 @@ class Prospect:
         self._accepted = self._expected = 0.0
         self._earned = self._promised = 0.0
         self.credit, self._most_credit = CREDIT, MOST_CREDIT
-        self._waited, self._interval = _SHORTEST, float(_SHORTEST)
+        # With nothing known the first round is a probe; what is known can wait until the weights are warm.
+        self._waited, self._interval = 0 if self.gains else _SHORTEST, float(_SHORTEST)
 
     @property
     def trust(self) -> float:

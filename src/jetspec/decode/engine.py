@@ -28,6 +28,8 @@ from jetspec.target.target import Target
 from jetspec.tree import GROW
 
 PREFILL_ROWS = 256  # packed prompt tokens per prefill forward on a CPU
+_TREE_ROWS = 64  # kept free behind the committed rows
+_AHEAD_ROWS = 512  # reserved for the answer where memory is only taken when it is written
 # Unique in the process: a drafter may serve several engines, and tells their sequences apart by id.
 _ids = count()
 
@@ -189,15 +191,21 @@ class Engine:
         ):
             sequence = self._waiting[0]
             # Before it leaves the queue: where no memory is left for it, it still waits and can be aborted.
-            capacity = min(len(sequence.tokens) + 64, sequence.limits.max_context)
             try:
-                self.cache.add(sequence.id, capacity)
+                self.cache.add(sequence.id, self._capacity(sequence))
             except (MemoryError, RuntimeError):  # torch's own; on a CPU it has no class of its own
                 if not self._prefilling and not self._running:
                     raise
                 self._full = True
                 break
             self._prefilling.append(self._waiting.popleft())
+
+    def _capacity(self, sequence: Sequence) -> int:
+        """Cache rows to reserve for a request. Growing means copying the whole context, which for a batch of long
+        prompts takes as long as several rounds.
+        """
+        ahead = min(sequence.room, _AHEAD_ROWS) if self.cache.lazy else 0
+        return sequence.prompt_len + ahead + _TREE_ROWS
 
     def _prefill(self) -> None:
         """Cache the next piece of the waiting prompts, first come first served, a limited number of tokens

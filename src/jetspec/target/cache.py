@@ -109,8 +109,13 @@ class KVCache:
         del self._blocks[key]
 
     @property
+    def lazy(self) -> bool:
+        """Whether rows that are reserved take no memory before they are written."""
+        return self.device.type == "cpu"
+
+    @property
     def bytes(self) -> int:
-        """Memory held by all sequences, in bytes."""
+        """Memory reserved for all sequences, in bytes."""
         return sum(block.rows.numel() * block.rows.element_size() for block in self._blocks.values())
 
     def _reserve(self, block: _Block, used: int, count: int) -> None:
@@ -122,5 +127,6 @@ class KVCache:
             block.rows = grown
 
     def _empty(self, capacity: int) -> Tensor:
+        # Not zeroed: rows are written before they are read; see `lazy`.
         shape = (self.layers, 2, self.kv_heads, capacity, self.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

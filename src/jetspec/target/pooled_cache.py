@@ -74,6 +74,11 @@ class PooledCache(KVCache):
         return self._slots.get(key)
 
     @property
+    def lazy(self) -> bool:
+        """Rows of the pool are there for all."""
+        return False
+
+    @property
     def bytes(self) -> int:
         """Memory held, in bytes, free slots included."""
         own = sum(block.rows.numel() for key, block in self._blocks.items() if key not in self._slots)
