@@ -57,8 +57,8 @@ def test_stop_id_at_every_offset_of_a_block(stub: str) -> None:
 
 
 def test_an_answer_finds_its_memory_reserved() -> None:
-    """Guards the rounds in which a cache grew: every one of them copied the whole context, for a batch of long
-    prompts as long as several rounds. Where memory is taken at once, only a tree's room is reserved."""
+    """Guards the rounds in which a cache grew: each copied the whole context, for a batch of long prompts as
+    long as several rounds. Where memory is taken at once, only a tree's room is reserved."""
     target = shared_target()
     engine = Engine(target, Echo(target, depth=6), budget=20)
     sequences = [engine.add(prompt, None, Limits(max_tokens=100, ignore_eos=True)) for prompt in PROMPTS]

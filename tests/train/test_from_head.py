@@ -265,16 +265,18 @@ def test_through_the_command_line(
     assert re.search(r"^step 0, 0\.0 min: tau chain-3 \d", shown, re.M)
     assert all(torch.equal(x, tensors(head)[key]) for key, x in tensors(tmp_path / "second" / "head").items())
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('method = "dflash"\n[head]\nlayers = 3\n')
+    recipe.write_text('method = "dflash"\n[head]\nblock_size = 3\n')
     for more, message in (
-        (["--layers", "2"], f"layers is 2, but the head in {head} has 1, which training from a head keeps"),
-        (["--block", "6"], "block_size is 6, but the head in"),
+        (
+            ["--block", "6"],
+            f"block_size is 6, but the head in {head} has 4, which training from a head keeps",
+        ),
         (["--scorer", "gated"], "scorer is 'gated', but the head in"),
         (["--vocab", "80"], "vocab is 80, but the head in"),
         (["--set", "head.taps=[1]"], "taps is (1,), but the head in"),
         (["--cold"], "warm is False, but the head in"),
         (["--recipe", "jetspec"], "the recipe is one of the method jetspec, but the head in"),
-        (["--recipe", str(recipe)], "layers is 3, but the head in"),
+        (["--recipe", str(recipe)], "block_size is 3, but the head in"),
         (
             ["--from-head", "nowhere"],
             "head 'nowhere' was not found; valid: auto, default, or the folder of a head",
@@ -285,3 +287,37 @@ def test_through_the_command_line(
         assert main([*again, *out, *more]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"jetspec: error: {message}") and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("recipe", ["jetspec", "dspark"])
+def test_a_head_grows(
+    recipe: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards layers that are added: the head is at first what it was, to the bit, although none of their
+    other weights is zero, and learns in them from the first step on. Fewer layers are refused."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"the quick brown fox jumps over {n} lazy dogs\n" for n in range(12)))
+    model = ["--model", str(model_folder), "--threads", "1", "--answers-per-batch", "4", "--anchors", "3"]
+    answered = ["--prompts", str(prompts), "--tokens", "60", "--max-tokens", "8", "--batch", "4"]
+    shape = ["--vocab", "90", "--rank", "4", "--layers", "2", "--steps", "2", "--recipe", recipe]
+    first = tmp_path / "first"
+    assert main(["train", *model, *answered, *shape, "--out", str(first)]) == 0, capsys.readouterr().err
+    own = tensors(first / "head")
+    again = ["train", *model, "--answers", str(first / "answers"), "--from-head", str(first / "head")]
+    for rate, steps in (("0", "1"), ("1e-3", "2")):
+        run = tmp_path / rate
+        options = ["--layers", "3", "--rate", rate, "--steps", steps, "--out", str(run)]
+        assert main([*again, *options]) == 0, capsys.readouterr().err
+    still, grown = tensors(tmp_path / "0" / "head"), tensors(tmp_path / "1e-3" / "head")
+    assert all(torch.equal(still[key], tensor) for key, tensor in own.items())
+    added = set(still) - set(own)
+    silent = {f"layers.2.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")}
+    assert added == {key.replace("layers.1.", "layers.2.") for key in own if key.startswith("layers.1.")}
+    assert {key for key in added if not still[key].any()} == silent
+    assert all(grown[key].any() for key in added)
+    before = read_log(tmp_path / "0" / "log.jsonl")[0]["validation"]["tau"]
+    assert before == read_log(first / "log.jsonl")[-1]["validation"]["tau"]
+    capsys.readouterr()
+    assert main([*again, "--layers", "1", "--out", str(tmp_path / "less")]) == 2
+    assert "layers is 1, but the head in" in (error := capsys.readouterr().err)
+    assert "has 2, which training from a head may only enlarge" in error

@@ -102,7 +102,9 @@ Fsdp = Annotated[
         " are too large to be copied.",
     ),
 ]
-Layers = Annotated[int | None, _change("--layers", "Draft layers.")]
+Layers = Annotated[
+    int | None, _change("--layers", "Draft layers; more than those of --from-head are added to it.")
+]
 Block = Annotated[int | None, _change("--block", "Slots per block, root included.")]
 Vocab = Annotated[
     int | None,

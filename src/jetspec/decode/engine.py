@@ -201,8 +201,8 @@ class Engine:
             self._prefilling.append(self._waiting.popleft())
 
     def _capacity(self, sequence: Sequence) -> int:
-        """Cache rows to reserve for a request. Growing means copying the whole context, which for a batch of long
-        prompts takes as long as several rounds.
+        """Cache rows to reserve for a request. Growing means copying the whole context, which for a batch of
+        long prompts takes as long as several rounds.
         """
         ahead = min(sequence.room, _AHEAD_ROWS) if self.cache.lazy else 0
         return sequence.prompt_len + ahead + _TREE_ROWS

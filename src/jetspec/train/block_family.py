@@ -206,8 +206,8 @@ def build_from(
     target: Target, corpus: Corpus, options: BlockOptions, loss: LossOptions, head: Head
 ) -> BlockMethod:
     """A head to be trained further. A DeepSpec folder's copies of the target's ends are left behind, so it is
-    written in SpecForge's layout, which has none. Layers beyond the head's own change nothing at first. Raises
-    DataError as `build` does.
+    written in SpecForge's layout, which has none. Layers beyond the head's own change nothing at first.
+    Raises DataError as `build` does.
     """
     config = head.config
     if config.layout == "deepspec":

@@ -244,8 +244,9 @@ def initialise(
 
 @torch.no_grad()
 def silence(module: HeadModule, first: int) -> None:
-    """Let the layers from `first` on add nothing to what they read: their output projections become zero, which
-    learn at once since what they multiply is not zero (a head of more layers begins as the one it grew from).
+    """Let the layers from `first` on add nothing to what they read, so that a head of more layers begins as
+    the one it grew from: their output projections become zero, and learn at once, since what they multiply
+    is not.
     """
     for index in range(first, module.model.num_layers):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
