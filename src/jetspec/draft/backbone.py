@@ -25,9 +25,7 @@ from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
 # Taps kept back until the next draft; more are projected at once. Requests that are never drafted for, as in
 # large batches, mostly end before.
 _FLUSH_ROWS = 512
-_PREFILL_ROWS = (
-    16  # so many at once are a prompt, and projected then: the first draft would have to wait for it
-)
+_PREFILL_ROWS = 16  # so many at once are a prompt, and projected then: the first draft would wait for it
 
 
 def split_norm(x: Tensor, parts: int, eps: float) -> Tensor:
