@@ -9,6 +9,7 @@ from jetspec.budget.knowledge import Knowledge
 from jetspec.budget.maps import Calibration, Group, Knot
 from jetspec.budget.profile import Measurement
 from jetspec.budget.store import CostFile
+from jetspec.sampling import Sampling
 from jetspec.sequence import Limits, Sequence
 from jetspec.tree import GROW, Tree
 from tests.budget.world import Head, Log, Machine, accepted, run, sequences
@@ -53,6 +54,23 @@ def test_a_useless_head_is_left_alone(batch: int) -> None:
     assert sum(map(bool, log.drafted[:40])) <= 8 and not all(log.drafted[:10])
     assert sum(map(bool, log.drafted[700:])) <= 5
     assert log.rounds(200).rate > 0.99 * batch / machine.plain(batch)
+
+
+@pytest.mark.parametrize(("length", "last"), [(64, 56), (6, 3)])
+def test_nothing_is_tried_with_requests_that_are_about_to_end(length: int, last: int) -> None:
+    """Guards short answers: one probe in eight came in the last eight tokens of sixty-four and could not pay.
+    Requests that are shorter than that are still tried, in their first half."""
+    machine = Machine(noise=0.1)
+    budget, tried = AdaptiveBudget(knowledge(machine)), set()
+    for number in range(2000 // length):
+        limits = Limits(max_tokens=length)
+        request = Sequence(number, [1] * 65, Sampling(), limits, lambda ids: "")
+        for place in range(length):
+            head = Head(right=False, sure=1.0, seed=length * number + place)
+            if run(budget, head, machine, 1, members=[request]).drafted[0]:
+                tried.add(place)
+            request.tokens.append(0)
+    assert tried and max(tried) < last
 
 
 def test_a_head_that_becomes_useful_is_found_again() -> None:

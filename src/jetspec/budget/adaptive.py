@@ -114,8 +114,7 @@ class AdaptiveBudget:
             compared=bias.known,
             fresh=self._fresh,
         )
-        able = [s.room > 1 for s in sequences]  # else the bonus is all that may be emitted
-        choose(turn, known.cost, forecaster.hoped, able)
+        choose(turn, known.cost, forecaster.hoped, sequences)
         self._fresh = self._fresh and turn.kind == "plain"
         rests = turn.rests and self._undrafted >= _SETTLED
         self._rest = min(_REST, max(0, prospect.until_due - 1)) if rests else 0

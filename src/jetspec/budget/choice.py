@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 from jetspec.budget.cost import CostModel, RoundSize
 from jetspec.budget.outlook import Outlook
 from jetspec.budget.prospect import CREDIT, FIRST
 from jetspec.budget.turn import TRIALS, Turn
+from jetspec.sequence import Sequence
 
 _PROBE_NODES = 4  # verified per tree of a probe or trial, whatever they promise: it is there to learn
 PROBE_GROWN = 32  # grown for it, to see what a larger budget would bring
@@ -20,6 +23,7 @@ _CLOSER, _OFTEN = 1.1, 12  # ...and more often where it is very close...
 _FIRST = 3  # ...or where that was hardly ever done
 _RESERVE = 0.5 * CREDIT  # left alone by looks, or it would never cover the drafting that they suggest
 _BETTER = 2.0  # times as good as lately that requests may be which have just come
+_ENDING = 8  # tokens before its end, and in its second half, a request gains nothing by a try
 _EXTRA = 8  # one in so many sequences may be drafted for to see whether its drafts have got better
 
 
@@ -35,8 +39,8 @@ def worth_drafting(turn: Turn) -> bool:
     return forecast >= _ABOUT and trials > 0 and credit > 0.5 * CREDIT
 
 
-def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> None:
-    """Decide the round's kind and for whom to draft. `able`: who may emit more than the bonus."""
+def choose(turn: Turn, cost: CostModel, hoped: Outlook, sequences: Many[Sequence]) -> None:
+    """Decide the round's kind and for whom to draft."""
     situation = turn.situation
     situation.rounds += 1
     if worth_drafting(turn):
@@ -51,16 +55,16 @@ def choose(turn: Turn, cost: CostModel, hoped: Outlook, able: list[bool]) -> Non
             turn.learns = situation.rounds < _SETTLED or situation.rounds % 2 == 0
         if turn.explores and hoped.drafts > turn.outlook.drafts:
             turn.outlook = hoped
-        _choose_members(turn, able)
+        _choose_members(turn, [s.room > 1 for s in sequences])  # else the bonus is all there will be
         if turn.kind == "trial":
             turn.least = _PROBE_NODES * sum(turn.drafts)
     else:
         turn.rests = True
-        _probe(turn, cost, able)
+        _probe(turn, cost, [s.room > min(_ENDING, len(s.tokens) - s.prompt_len) for s in sequences])
 
 
 def _choose_members(turn: Turn, able: list[bool]) -> None:
-    """The most promising ones, and now and then one of the others."""
+    """The most promising ones, and now and then one of the others, of those that are able to."""
     members, count = turn.members, turn.outlook.drafts
     if count >= len(members):
         turn.drafts = list(able)
@@ -79,20 +83,20 @@ def _choose_members(turn: Turn, able: list[bool]) -> None:
                 turn.drafts[n] = turn.extra[n] = True
 
 
-def _probe(turn: Turn, cost: CostModel, able: list[bool]) -> None:
+def _probe(turn: Turn, cost: CostModel, lasting: list[bool]) -> None:
     """Draft for a few sequences, as many as half the credit allows, or one if all of it does: a look at those
     that have just come, to see whether the head promises more of them than of those before, or else, if it is
     time, a probe of those that have waited longest. Where nodes are dear, fewer of one tree are verified.
     """
-    members, prospect, batch = turn.members, turn.prospect, len(able)
-    order = [n for n in range(batch) if able[n]]
+    members, prospect, batch = turn.members, turn.prospect, len(lasting)
+    order = [n for n in range(batch) if lasting[n]]
     newcomers = [n for n in order if not members[n].trees]
     if turn.fresh and newcomers and _hopeful(turn, cost):
         turn.rests = False
         if prospect.credit > _RESERVE:
             turn.kind, order = "look", newcomers
     if turn.kind != "look":
-        if not prospect.due:
+        if not order or not prospect.due:
             return
         turn.kind, turn.rests = "probe", False
         order.sort(key=lambda n: (members[n].trees, -members[n].waited))

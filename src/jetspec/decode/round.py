@@ -103,10 +103,14 @@ def decode_round(
         drawing = time.perf_counter() - start if apart else 0.0
     outcomes: list[Outcome] = []
     with stats.phase("commit"):
-        for s, tree, segment, (path, bonus) in zip(sequences, trees, plan.segments, walks, strict=True):
+        chosen = [
+            [segment.start + node for node in path]
+            for segment, (path, _) in zip(plan.segments, walks, strict=True)
+        ]
+        taps, hidden = _observed_each(output.taps, chosen), _observed_each(output.hidden, chosen)
+        for n, (s, tree, (path, bonus)) in enumerate(zip(sequences, trees, walks, strict=True)):
             cache.keep(s.id, path)
-            rows = [segment.start + node for node in path]
-            drafter.observe(s.id, observed(output.taps, rows), observed(output.hidden, rows))
+            drafter.observe(s.id, taps[n], hidden[n])
             emissions = s.commit(list(tree.tokens_of(path)), bonus, drafted=tree.size > 1)
             outcomes.append(Outcome(s, tree, path, emissions))
             outcomes[-1].count_in(stats)
@@ -153,6 +157,17 @@ def observed(values: Tensor | None, rows: Many[int]) -> Tensor | None:
     # keeps all rows of its forward in memory, those of other requests and of rejected nodes as well. In a
     # small forward that costs less than a copy of each request's rows in each round.
     return found.clone() if values.shape[0] > _VIEW_SHARE * len(rows) else found
+
+
+def _observed_each(values: Tensor | None, chosen: Many[list[int]]) -> Many[Tensor | None]:
+    """`observed` for the rows of every sequence. Where each has one and there are no others, as in a plain
+    round, all views are made at once: one by one they take longer than the rest of the commit.
+    """
+    if values is None:
+        return [None] * len(chosen)
+    if values.shape[0] == len(chosen) <= _VIEW_SHARE:
+        return values.split(1)
+    return [observed(values, rows) for rows in chosen]
 
 
 def _propose(

@@ -83,11 +83,11 @@ class Backbone:
         """Newly committed rows [n, taps * H] of a sequence; the first call starts it."""
         if key not in self.cache:
             self.cache.add(key)
-        parts = self._pending.setdefault(key, [])
-        parts.append(taps)
-        self._last[key] = taps[-1:]
-        waiting = self._waiting[key] = self._waiting.get(key, 0) + taps.shape[0]
-        if waiting >= _FLUSH_ROWS or taps.shape[0] >= _PREFILL_ROWS:
+        rows = taps.shape[0]
+        self._pending.setdefault(key, []).append(taps)
+        self._last[key] = taps if rows == 1 else taps[-1:]
+        waiting = self._waiting[key] = self._waiting.get(key, 0) + rows
+        if waiting >= _FLUSH_ROWS or rows >= _PREFILL_ROWS:
             self._project([key])
 
     def embed(self, ids: Tensor) -> Tensor:
