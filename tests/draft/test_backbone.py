@@ -103,3 +103,24 @@ def test_a_prompt_is_projected_at_once() -> None:
     assert backbone.cache.length(3) == 20 and not backbone._pending
     backbone.observe(3, torch.randn(2, width))
     assert backbone.cache.length(3) == 20 and len(backbone._pending[3]) == 1
+
+
+def test_a_prompt_waits_where_hardly_any_round_drafts() -> None:
+    """Guards large batches: where drafting does not pay, the head's share of a prompt took 1 to 3 % of its
+    time and was for nothing. It comes back with drafting."""
+    target = tiny_target()
+    backbone = BlockDrafter(random_head(target), target).backbone
+    width = len(backbone.config.taps) * target.config.hidden_size
+    for round in range(200):
+        for key in range(4):
+            backbone.observe(key, torch.randn(1, width))
+        if round % 8 == 0:
+            backbone.forward([0], [5])
+    backbone.observe(9, torch.randn(20, width))
+    assert 9 in backbone._pending
+    for _ in range(200):
+        backbone.forward([0, 1], [5, 6])
+        for key in (0, 1):
+            backbone.observe(key, torch.randn(3, width))
+    backbone.observe(10, torch.randn(20, width))
+    assert 10 not in backbone._pending

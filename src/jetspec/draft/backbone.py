@@ -25,7 +25,8 @@ from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
 # Taps kept back until the next draft; more are projected at once. Requests that are never drafted for, as in
 # large batches, mostly end before.
 _FLUSH_ROWS = 512
-_PREFILL_ROWS = 16  # so many at once are a prompt, and projected then: the first draft would wait for it
+_PREFILL_ROWS = 16  # so many at once are a prompt, and projected then, lest the first draft wait for it...
+_DRAFTED, _NEWEST = 0.5, 1 / 128  # ...where at least such a share of rounds drafts, with the newest's weight
 
 
 def split_norm(x: Tensor, parts: int, eps: float) -> Tensor:
@@ -78,6 +79,7 @@ class Backbone:
         self._pending: dict[int, list[Tensor]] = {}
         self._waiting: dict[int, int] = {}  # their rows
         self._last: dict[int, Tensor] = {}  # the newest taps row [1, taps * H] of each sequence
+        self._drafted = 1.0  # share of the rounds lately, of all sequences, that began with a draft
 
     def observe(self, key: int, taps: Tensor) -> None:
         """Newly committed rows [n, taps * H] of a sequence; the first call starts it."""
@@ -87,7 +89,10 @@ class Backbone:
         self._pending.setdefault(key, []).append(taps)
         self._last[key] = taps if rows == 1 else taps[-1:]
         waiting = self._waiting[key] = self._waiting.get(key, 0) + rows
-        if waiting >= _FLUSH_ROWS or rows >= _PREFILL_ROWS:
+        prompt = rows >= _PREFILL_ROWS
+        if not prompt:
+            self._drafted -= _NEWEST * self._drafted
+        if waiting >= _FLUSH_ROWS or (prompt and self._drafted > _DRAFTED):
             self._project([key])
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -133,6 +138,7 @@ class Backbone:
                 x = layer(x, plan, self.cache, rotary, masks[self.model.windows[layer.index]])
         for key in keys:
             self.cache.keep(key, [])  # the block's rows do not persist
+            self._drafted = min(1.0, self._drafted + _NEWEST)  # `observe` takes as much where all draft
         x = x.view(len(keys), block, -1)[:, self.config.first_slot :]
         hidden = rms_norm(x, self.weights["norm.weight"], self.model.rms_norm_eps)
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
