@@ -12,6 +12,7 @@ from jetspec.errors import DataError, OptionError
 from jetspec.storage import user_path
 from jetspec.target.target import Target
 from jetspec.train.prompt_layouts import LAYOUTS, conversation_of
+from jetspec.train.text_file import read_text, unpacked_name
 
 # The sets of the papers, in their usual order (JetSpec, arXiv 2606.18394, table 1). None is part of jetspec.
 SETS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt_bench")
@@ -58,16 +59,8 @@ def read_file(path: Path, count: int) -> list[Question]:
     """
     if count < 1:
         raise OptionError(f"--prompts must be at least 1, got {count}")
-    try:
-        # Not splitlines: JSON may hold U+2028.
-        text = path.read_text("utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path} ({error.strerror}); give the folder of the evaluation sets with --data, or "
-            "a file of your own with --prompt-file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+    advice = "; give the folder of the evaluation sets with --data, or a file of your own with --prompt-file"
+    text = read_text(path, "the prompt file", advice).split("\n")  # not splitlines: JSON may hold U+2028
     lines = [(number, line) for number, line in enumerate(text, start=1) if line.strip()]
     if not lines:
         raise DataError(f"{path} holds no prompts; write one a line")
@@ -135,8 +128,8 @@ def digest(prompts: Many[Many[int]]) -> str:
 
 def _question(path: Path, index: int, number: int, line: str) -> Question:
     """The prompt in a line; index: among those that are not blank, for want of an id; number: in the file."""
-    name = path.stem
-    if path.suffix not in (".jsonl", ".json"):
+    name = unpacked_name(path).stem
+    if unpacked_name(path).suffix not in (".jsonl", ".json"):
         return Question(name, f"{name}-{index}", ({"role": "user", "content": line.strip()},))
     try:
         record: Any = json.loads(line)

@@ -12,8 +12,8 @@ Prompts = Annotated[
     typer.Option(
         "--prompts",
         metavar="SOURCE",
-        help="Prompts: a file of JSON lines, a JSON array, or text with one prompt per line; or a data set of"
-        " the hub, hf:org/name[/config][:split]. May be repeated.",
+        help="Prompts: a file of JSON lines, a JSON array, or text with one prompt per line, packed (.gz) or"
+        " not; or a data set of the hub, hf:org/name[/config][:split]. May be repeated.",
     ),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", metavar="N", help="Answer tokens to make.")]

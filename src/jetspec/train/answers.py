@@ -16,6 +16,7 @@ from typing import Any
 from jetspec.errors import DataError, StorageError
 from jetspec.target.tokenizer import Tokenizer
 from jetspec.train.text import check_whole
+from jetspec.train.text_file import read_text
 from jetspec.train.turns import answer_end
 
 ANSWERS_FILE = "answers.jsonl"
@@ -192,9 +193,4 @@ def append_answers(path: Path, answers: Iterable[Answer]) -> None:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"the answer file {path} is not UTF-8 ({error}); convert it first") from None
-    except OSError as error:
-        raise DataError(f"the answer file {path} cannot be read: {error.strerror or error}") from None
+    return read_text(path, "the answer file").split("\n")

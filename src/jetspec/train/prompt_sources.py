@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec.errors import DataError, OptionError
+from jetspec.train.text_file import read_text, unpacked_name
 
 HUB = "hf:"
 HUB_LIMIT = 50_000  # records of a hub data set that are read where no limit is given; some hold 200 GB
@@ -33,8 +34,8 @@ class Item:
 def read_items(source: str, limit: int | None = None) -> Iterator[Item]:
     """The records of a source, in order; at most `limit`.
 
-    source: a path (.jsonl and .json hold JSON, anything else is text with one prompt per line) or
-    `hf:org/name[/config][:split]`.
+    source: a path (.jsonl and .json hold JSON, anything else is text with one prompt per line; with .gz
+    behind it, packed) or `hf:org/name[/config][:split]`.
     Raises DataError if the source cannot be read at all.
     """
     items = _hub_items(source, limit) if source.startswith(HUB) else _file_items(Path(source))
@@ -45,17 +46,12 @@ def source_name(source: str) -> str:
     """A short name for ids: the file's stem or the data set's name."""
     if source.startswith(HUB):
         return source.removeprefix(HUB).replace("/", "-").replace(":", "-")
-    return Path(source).stem
+    return unpacked_name(Path(source)).stem
 
 
 def _file_items(path: Path) -> Iterator[Item]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"the prompt file {path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt file {path} is not UTF-8 ({error}); convert it first") from None
-    is_json = path.suffix in (".jsonl", ".json")
+    text = read_text(path, "the prompt file")
+    is_json = unpacked_name(path).suffix in (".jsonl", ".json")
     if is_json and _is_array(text):
         yield from _array_items(path, text)
         return
