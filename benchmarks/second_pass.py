@@ -183,9 +183,9 @@ def run_again(backbone: Backbone, key: int, tree: Tree, inner: list[int]) -> tup
         x = x + backbone.direct(joined)
     x = x.contiguous()
     base = backbone.cache.extend(key, len(slots))
-    segment = Segment(key, 0, len(slots), mask.to(device), logits=True)
-    plan = Plan(torch.empty(0), base + slots, (segment,))
-    rotary = backbone.rotary.at(plan.positions, int(plan.positions.max()))
+    segment = Segment(key, 0, len(slots), mask, logits=True)
+    plan = Plan.of(torch.empty(0), (base + slots).tolist(), (segment,), device)
+    rotary = backbone.rotary.at(plan.positions, plan.last)
     if backbone.native is not None:
         backbone.native.run(x, plan, backbone.cache, rotary)
     else:

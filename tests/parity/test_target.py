@@ -151,7 +151,8 @@ def merged(*plans: Plan) -> Plan:
     for plan in plans:
         segments += [Segment(s.key, s.start + offset, s.count, s.mask, s.logits) for s in plan.segments]
         offset += plan.size
-    return Plan(torch.cat([p.ids for p in plans]), torch.cat([p.positions for p in plans]), tuple(segments))
+    ids, positions = torch.cat([p.ids for p in plans]), torch.cat([p.positions for p in plans])
+    return Plan(ids, positions, tuple(segments), max(p.last for p in plans))
 
 
 def assert_close(actual: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:

@@ -59,7 +59,7 @@ def test_equals_the_portable_path(dim: int, kv_heads: int, groups: int) -> None:
         run = chunk([(1, [1, 2, 3, 4])], cache)
         moved = [s.__class__(s.key, s.start + trees.size, s.count, s.mask, s.logits) for s in run.segments]
         ids, positions = torch.cat([trees.ids, run.ids]), torch.cat([trees.positions, run.positions])
-        plans.append(Plan(ids, positions, (*trees.segments, *moved)))
+        plans.append(Plan(ids, positions, (*trees.segments, *moved), max(trees.last, run.last)))
     rows = plans[0].size
     # q, k and v are slices of one product, as the layers pass them.
     fused = torch.randn(rows, kv_heads * (groups + 2), dim)
@@ -95,7 +95,7 @@ def test_a_bidirectional_block_sees_later_rows() -> None:
     for cache, native in ((fast, True), (slow, False)):
         segment = Segment(0, 0, 5, torch.ones(5, 5, dtype=torch.bool), True)
         cache.extend(0, 5)
-        outs.append(_run(Plan(torch.zeros(5), torch.arange(7, 12), (segment,)), cache, q, k, v, native))
+        outs.append(_run(Plan(torch.zeros(5), torch.arange(7, 12), (segment,), 11), cache, q, k, v, native))
     assert (outs[0] - outs[1]).abs().max() < 2e-6
 
 

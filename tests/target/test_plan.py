@@ -80,7 +80,7 @@ def test_logit_rows_of_a_mixed_plan() -> None:
         type(s)(s.key, s.start + at, s.count, s.mask, s.logits) for p, at in parts for s in p.segments
     ]
     ids, positions = (torch.cat([getattr(p, name) for p, _ in parts]) for name in ("ids", "positions"))
-    rows = Plan(ids, positions, tuple(segments)).logit_rows()
+    rows = Plan(ids, positions, tuple(segments), max(p.last for p, _ in parts)).logit_rows()
     assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [3, 4]
 

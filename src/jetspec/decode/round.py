@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -91,7 +92,7 @@ def decode_round(
         assert output.logits is not None
         stats.forwards += 1
         start = time.perf_counter()
-        walks = _walk_roots(sequences, trees, output.logits) if walker is None else None
+        walks = _walk_together(sequences, trees, output.logits) if walker is None else None
         walks = walks or [
             (_walk if walker is None or s.sampling.greedy else walker)(
                 s, tree, output.logits[segment.start : segment.start + segment.count]
@@ -196,14 +197,28 @@ def _grow(sequence: Sequence, proposal: Proposal | None, nodes: int, floor: floa
     return grow(sequence.root, proposal, nodes, floor=floor)
 
 
-def _walk_roots(
+def _walk_together(
     sequences: Many[Sequence], trees: Many[Tree], logits: Tensor
 ) -> list[tuple[list[int], int]] | None:
-    """The walks of a round without any draft, picked together; None for another round."""
-    if any(tree.size > 1 for tree in trees) or any(s.sampling.needs_history for s in sequences):
+    """The walks of a round whose tokens are picked together: of a round without any draft, and of every
+    round where results are far away. None for another round: on a CPU a tree is walked with picks of
+    its path alone where they are drawn.
+    """
+    if any(s.sampling.needs_history for s in sequences):
         return None
-    positions = [s.position + 1 for s in sequences]
-    return [([0], token) for token in pick_each(logits, positions, [s.sampling for s in sequences])]
+    if not _is_far(logits) and any(tree.size > 1 for tree in trees):
+        return None
+    positions, samplings = [], []
+    for s, tree in zip(sequences, trees, strict=True):
+        positions += [s.position + 1 + depth for depth in tree.depths]
+        samplings += [s.sampling] * tree.size
+    picks = iter(pick_each(logits, positions, samplings))
+    return [walk(tree, list(islice(picks, tree.size)).__getitem__) for tree in trees]
+
+
+def _is_far(logits: Tensor) -> bool:
+    """Whether asking for one result takes longer than computing all of them."""
+    return logits.device.type != "cpu"
 
 
 def _walk(sequence: Sequence, tree: Tree, logits: Tensor) -> tuple[list[int], int]:

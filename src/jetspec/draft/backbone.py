@@ -15,10 +15,10 @@ from torch import Tensor
 
 from jetspec.draft.checkpoint import Head
 from jetspec.target.attention import Visibility
-from jetspec.target.cache import KVCache
 from jetspec.target.linear import Linear, in_half
 from jetspec.target.native_decoder import NativeStack, native_place
 from jetspec.target.plan import Plan, Segment
+from jetspec.target.pooled_cache import new_cache
 from jetspec.target.rope import RotaryTable, rotate
 from jetspec.target.transformer import Layer, Transformer, rms_norm, unit_rms
 
@@ -75,7 +75,9 @@ class Backbone:
         if config.slot_embedding:
             self._empty_block += weights["slot_embed.weight"]
         self.rotary = RotaryTable(model.rope, model.head_dim, dtype, device)
-        self.cache = KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype, device=device)
+        self.cache = new_cache(
+            model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype, device=device
+        )
         self._pending: dict[int, list[Tensor]] = {}
         self._waiting: dict[int, int] = {}  # their rows
         self._last: dict[int, Tensor] = {}  # the newest taps row [1, taps * H] of each sequence
@@ -128,7 +130,7 @@ class Backbone:
         block = self.config.first_slot + depth
         x = self._slots(keys, roots, block)  # [B * block, H]
         plan = self._plan(keys, block)
-        rotary = self.rotary.at(plan.positions, int(plan.positions.max()))
+        rotary = self.rotary.at(plan.positions, plan.last)
         groups = self.model.num_heads // self.model.num_kv_heads
         if self.native is not None:
             self.native.run(x, plan, self.cache, rotary)
@@ -165,15 +167,14 @@ class Backbone:
         return torch.cat([self.mask_row.new_zeros(1, width) if row is None else row for row in rows])
 
     def _plan(self, keys: Many[int], block: int) -> Plan:
-        device = self.mask_row.device
-        mask = None if self.config.causal else torch.ones(block, block, dtype=torch.bool, device=device)
+        mask = None if self.config.causal else torch.ones(block, block, dtype=torch.bool)
         segments: list[Segment] = []
         positions: list[int] = []
         for index, key in enumerate(keys):
             base = self.cache.extend(key, block)
             segments.append(Segment(key, index * block, block, mask, logits=True))
             positions.extend(range(base, base + block))
-        return Plan(torch.empty(0), torch.tensor(positions, device=device), tuple(segments))
+        return Plan.of(torch.empty(0), positions, segments, self.mask_row.device)
 
     @torch.inference_mode()
     def _project(self, keys: Many[int]) -> None:

@@ -169,7 +169,7 @@ class SequentialDrafter:
     ) -> Tensor:
         """One module over rows for which the cache has made room: outputs [n, H]."""
         model, cache = self.network.model, self.cache
-        plan = Plan(ids, torch.tensor(positions, device=ids.device), segments)
+        plan = Plan.of(ids, positions, segments, ids.device)
         groups, window = model.num_heads // model.num_kv_heads, model.windows[module]
         drafted = any(segment.mask is not None for segment in segments)
         visibility = (
@@ -177,7 +177,7 @@ class SequentialDrafter:
             if drafted
             else Visibility(plan, cache, groups, window, features.dtype)
         )
-        rotary = self._rotary.at(plan.positions, max(positions))
+        rotary = self._rotary.at(plan.positions, plan.last)
         return self.network.run(module, features, ids, Context(plan, cache, rotary, visibility))
 
     def is_current(self, key: int, proposal: AutoregressiveProposal) -> bool:

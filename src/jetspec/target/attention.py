@@ -57,9 +57,10 @@ class Visibility:
             window = None  # wide enough for every row
         if count == 1 and window is None:
             return None
-        visible = segment.mask
-        if visible is None:
+        if segment.mask is None:
             visible = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        else:
+            visible = segment.mask.to(device)
         if window is not None:
             own = positions[segment.start : segment.start + count]
             keys = torch.cat([torch.arange(committed, device=device), own])

@@ -21,8 +21,8 @@ from jetspec.tree.mask import ancestor_mask
 class Segment:
     """Rows [start, start + count) of a plan, all of one sequence.
 
-    Every row sees all committed rows of its sequence, and of its own segment what `mask` [count, count]
-    allows (True = visible; None = causal, row i sees rows 0..i).
+    Every row sees all committed rows of its sequence, and of its own segment what `mask` [count, count], on
+    the CPU, allows (True = visible; None = causal, row i sees rows 0..i).
     """
 
     key: int
@@ -34,11 +34,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward: token ids [M], absolute positions [M] and the segments that they belong to."""
+    """One forward: token ids [M], absolute positions [M], the segments that they belong to, and the largest
+    position: asking a device for it would wait for all that is queued there.
+    """
 
     ids: Tensor
     positions: Tensor
     segments: tuple[Segment, ...]
+    last: int
+
+    @staticmethod
+    def of(ids: Tensor, positions: list[int], segments: Iterable[Segment], device: torch.device) -> Plan:
+        """A plan on a device."""
+        return Plan(ids, torch.tensor(positions, device=device), tuple(segments), max(positions))
 
     @property
     def size(self) -> int:
@@ -68,7 +76,7 @@ def pack(trees: Iterable[tuple[int, Tree]], cache: KVCache) -> Plan:
     for key, tree in trees:
         base = cache.extend(key, tree.size)
         chain = all(parent == node - 1 for node, parent in enumerate(tree.parents))
-        mask = None if chain else ancestor_mask(tree).to(cache.device)
+        mask = None if chain else ancestor_mask(tree)
         segments.append(Segment(key, len(ids), tree.size, mask, logits=True))
         ids.extend(tree.tokens)
         positions.extend(base + depth for depth in tree.depths)
@@ -93,5 +101,4 @@ def chunk(parts: Iterable[tuple[int, Sequence[int]]], cache: KVCache, *, logits:
 def _plan(ids: list[int], positions: list[int], segments: list[Segment], cache: KVCache) -> Plan:
     assert len({segment.key for segment in segments}) == len(segments), "a sequence may appear once in a plan"
     assert all(segment.count for segment in segments), "a segment needs at least one row"
-    device = cache.device
-    return Plan(torch.tensor(ids, device=device), torch.tensor(positions, device=device), tuple(segments))
+    return Plan.of(torch.tensor(ids, device=cache.device), positions, segments, cache.device)

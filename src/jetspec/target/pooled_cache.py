@@ -1,19 +1,22 @@
 """A cache whose sequences lie side by side in one tensor, so that one product serves many of them.
 
 Attending segment by segment costs a device with its own queue (CUDA) a dozen launches for every sequence and
-layer, far more than the arithmetic. Sequences with one new row each, as in plain decoding, can attend at once
-(`Together`).
+layer, far more than the arithmetic. Here the rows of a round, trees of any size or single ones, attend at
+once (`Together`).
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from jetspec.target.cache import GROWTH_ROWS, KVCache, _Block
-from jetspec.target.plan import Plan
+from jetspec.target.plan import Plan, Segment
 
 POOL_ROWS = 1024  # a longer sequence has a block of its own, lest it make all others as long
+MOST_TOGETHER = 64  # rows of a segment; larger ones are worth launches of their own
 
 
 class PooledCache(KVCache):
@@ -106,28 +109,79 @@ class PooledCache(KVCache):
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
+def new_cache(
+    layers: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """The kind of cache that suits a device."""
+    kind = PooledCache if device.type == "cuda" else KVCache
+    return kind(layers, kv_heads, head_dim, dtype=dtype, device=device)
+
+
 class Together:
-    """The segments of a plan that attend at once: of one row each, in the pool. Prepared once per forward.
+    """The segments of a plan that attend at once: those in the pool, but for long pieces of prompts. Prepared
+    once per forward, with a number of launches and copies that does not depend on how many they are; in every
+    layer the same holds for `attend`.
+
+    Shorter segments are filled up to the longest one with copies of their first row, whose results nobody
+    reads. Trees have tens of rows, which a device that waits for memory takes for the price of one.
 
     Args:
         window: a row sees at most the `window` latest positions, itself included; None = no limit.
     """
 
     def __init__(self, plan: Plan, cache: PooledCache, members: list[int], window: int | None) -> None:
-        device, self._pool = cache.device, cache.pool
-        self.members = frozenset(members)
+        self._pool, self.members = cache.pool, frozenset(members)
         segments = [plan.segments[index] for index in members]
-        starts = [segment.start for segment in segments]
-        self.rows = slice(None) if len(starts) == plan.size else torch.tensor(starts, device=device)
         committed = [cache.length(segment.key) for segment in segments]
-        self._longest = max(committed) + 1
-        self._slots = torch.tensor([cache.slot(segment.key) for segment in segments], device=device)
-        self._places = torch.tensor(committed, device=device)
+        slots = [slot for s in segments if (slot := cache.slot(s.key)) is not None]
+        counts = [segment.count for segment in segments]
+        self._height = height = max(counts)
+        self._longest = max(length + count for length, count in zip(committed, counts, strict=True))
+        before = list(accumulate(counts, initial=0))[:-1]  # rows of the segments before each one
+        # One copy to the device for all numbers: per sequence, per row, and per row as they are filled up.
+        lists: list[list[int]] = [
+            slots,
+            committed,
+            [row for s in segments for row in range(s.start, s.start + s.count)],
+            [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)],
+            [first + n for first, count in zip(committed, counts, strict=True) for n in range(count)],
+            [n * height + row for n, count in enumerate(counts) for row in range(count)],
+            [
+                first + (row if row < count else 0)
+                for first, count in zip(before, counts, strict=True)
+                for row in range(height)
+            ],
+        ]
+        numbers = torch.tensor([n for own in lists for n in own]).to(cache.device)
+        parts = numbers.split([len(own) for own in lists])
+        self._slots, first, packed, self._row_slots, self._row_places, self._back, filled = parts
+        self.rows: slice | Tensor = slice(None) if len(packed) == plan.size else packed
+        self._filled = None if len(packed) == len(filled) else filled  # None where all have the same height
+        own = plan.positions[self.rows][filled].view(len(segments), height)
+        self._hidden = self._mask(segments, own, first, window)
+
+    def _mask(self, segments: list[Segment], own: Tensor, first: Tensor, window: int | None) -> Tensor:
+        """What rows may not see, bool [b, 1, 1, height, S]. own: their positions [b, height]; first: places
+        [b] of the segments' first rows.
+        """
+        height, device = self._height, first.device
+        inside = torch.zeros(len(segments), height, height, dtype=torch.bool)
+        causal = torch.ones(height, height, dtype=torch.bool).tril_()
+        for seen, segment in zip(inside, segments, strict=True):
+            count = segment.count
+            seen[:count, :count] = causal[:count, :count] if segment.mask is None else segment.mask
+            seen[count:] = seen[0]
         places = torch.arange(self._longest, device=device)
-        hidden = places > self._places[:, None]  # [b, S]
+        node = places - first[:, None]  # [b, S], below 0 for committed rows
+        index = node.clamp(0, height - 1)
+        shape = (len(segments), height, self._longest)
+        seen = inside.to(device).gather(2, index[:, None].expand(shape))
+        seen &= (node < height)[:, None]
+        seen |= (node < 0)[:, None]
         if window is not None:
-            hidden = hidden | (self._places[:, None] - places >= window)
-        self._hidden = hidden[:, None, None]
+            keys = torch.where(node < 0, places, own.gather(1, index))  # positions [b, S]
+            seen &= own[:, :, None] - keys[:, None] < window
+        return ~seen[:, None, None]
 
     @staticmethod
     def of(plan: Plan, cache: KVCache, window: int | None) -> Together | None:
@@ -137,24 +191,30 @@ class Together:
         fitting = [
             index
             for index, segment in enumerate(plan.segments)
-            if segment.count == 1 and cache.slot(segment.key) is not None
+            if segment.count <= MOST_TOGETHER and cache.slot(segment.key) is not None
         ]
         return Together(plan, cache, fitting, window) if fitting else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """As `attention.attend`: q [b, heads, head_dim]; k, v [b, kv_heads, head_dim]; result
-        [b, heads * head_dim].
+        """As `attention.attend`: q [n, heads, head_dim] of the `rows`; k, v [n, kv_heads, head_dim]; result
+        [n, heads * head_dim].
 
         Keys and values of all sequences are copied side by side: they are read once more than need be, but
         with few launches.
         """
-        count, heads, dim = q.shape
-        kv_heads = k.shape[1]
+        heads, dim = q.shape[1:]
+        kv_heads, size, height = k.shape[1], len(self.members), self._height
         own = self._pool[:, layer]  # [slots, 2, kv_heads, capacity, head_dim]
-        own[self._slots, 0, :, self._places] = k
-        own[self._slots, 1, :, self._places] = v
+        own[self._row_slots, 0, :, self._row_places] = k
+        own[self._row_slots, 1, :, self._row_places] = v
         keys = own[:, 0, :, : self._longest].index_select(0, self._slots)  # [b, kv_heads, S, head_dim]
         values = own[:, 1, :, : self._longest].index_select(0, self._slots)
-        query = q.view(count, kv_heads, heads // kv_heads, dim) * dim**-0.5
-        scores = (query @ keys.transpose(2, 3)).masked_fill_(self._hidden, float("-inf"))
-        return (scores.softmax(-1) @ values).view(count, heads * dim)
+        query = (q if self._filled is None else q[self._filled]).view(size, height, kv_heads, -1, dim)
+        query = query.permute(0, 2, 3, 1, 4)
+        query = query.reshape(size, kv_heads, -1, dim) * dim**-0.5  # [b, kv_heads, groups * height, head_dim]
+        scores = (query @ keys.transpose(2, 3)).view(size, kv_heads, -1, height, self._longest)
+        scores.masked_fill_(self._hidden, float("-inf"))
+        mixed = scores.softmax(-1).flatten(2, 3) @ values
+        mixed = mixed.view(size, kv_heads, -1, height, dim).permute(0, 3, 1, 2, 4)
+        mixed = mixed.reshape(size * height, heads * dim)
+        return mixed if self._filled is None else mixed[self._back]

@@ -23,7 +23,7 @@ from jetspec.target.moe import Experts
 from jetspec.target.native_decoder import NativeStack, native_output
 from jetspec.target.packed import own_memory
 from jetspec.target.plan import Plan
-from jetspec.target.pooled_cache import PooledCache
+from jetspec.target.pooled_cache import new_cache
 from jetspec.target.rope import RotaryTable, rotate
 
 
@@ -144,8 +144,7 @@ class Transformer:
     def new_cache(self) -> KVCache:
         """An empty cache that fits this model."""
         c = self.config
-        kind = PooledCache if self.device.type == "cuda" else KVCache
-        return kind(c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+        return new_cache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the embedding table: ids [n] -> [n, H]."""
@@ -164,7 +163,7 @@ class Transformer:
         config = self.config
         assert len(set(taps)) == len(taps) and all(0 <= n < config.num_layers for n in taps), taps
         x = self.embed(plan.ids)
-        rotary = self._rotary.at(plan.positions, int(plan.positions.max()))
+        rotary = self._rotary.at(plan.positions, plan.last)
         if self.native is not None:
             tapped = self.native.run(x, plan, cache, rotary, taps)
             return self._native_output(x, plan, tapped, hidden)
