@@ -9,12 +9,14 @@ import io
 import json
 import shutil
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec.cli.main import main
 from tests.target.tiny import save_tokenizer, tiny_backend, tiny_model
@@ -100,3 +102,15 @@ def chi_square_odds(statistic: float, freedom: int) -> float:
     return float(
         torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2.0).double())
     )
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts torch's operators by name while it is entered: on a GPU each of them is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec.decode import round as rounds
 from jetspec.decode.engine import Engine
@@ -27,6 +25,7 @@ from jetspec.tree import Tree
 from tests.decode.tiny import PROMPTS, SAMPLINGS, plain, shared_target, tiny_target
 from tests.draft.tiny import random_head
 from tests.draft.tiny import tiny_target as draft_target
+from tests.helpers import CountedCalls
 from tests.target.test_pooled_cache import pooled_engine
 
 DIM, LAYER = 8, 1
@@ -88,18 +87,6 @@ def test_at_once_is_one_by_one(
         assert torch.equal(one.rows(segment.key, LAYER), cache.rows(segment.key, LAYER))
 
 
-class Counted(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_layer_has_as_many_calls_whatever_the_batch() -> None:
     """Guards a device with a queue: a dozen launches for every tree and layer took it longer than the rest of
     the forward. Nothing is asked of the device meanwhile, which would wait for its queue."""
@@ -111,7 +98,7 @@ def test_a_layer_has_as_many_calls_whatever_the_batch() -> None:
         q, k = torch.randn(plan.size, 4, DIM).double(), torch.randn(plan.size, 2, DIM).double()
         visibility = Visibility(plan, cache, 2, None, torch.float64)
         visibility.native = None
-        with Counted() as counted:
+        with CountedCalls() as counted:
             attend(q, k, k, plan, cache, LAYER, visibility)
         counts.append(counted.calls)
     assert counts[0] == counts[1] and 0 < counts[0].total() < 60

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetspec.train import attention
 from jetspec.train.attention import Anchors, block_attention
+from tests.helpers import CountedCalls
 
 KV, DIM, BLOCK, LENGTH = 2, 4, 3, 11
 
@@ -48,13 +49,16 @@ def _inputs(groups: int, slots: int = BLOCK, size: float = 1.0) -> list[Tensor]:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("groups, slots", [(1, BLOCK), (3, BLOCK), (3, BLOCK - 1)])
-@pytest.mark.parametrize("chunk", [1, 400, 2**22])
+@pytest.mark.parametrize("chunk", [1, 400, 1000, 2**22])
+@pytest.mark.parametrize("launches", [False, True], ids=["cpu", "gpu"])
 def test_value_and_gradients_are_those_of_the_formula(
-    monkeypatch: pytest.MonkeyPatch, causal: bool, groups: int, slots: int, chunk: int
+    monkeypatch: pytest.MonkeyPatch, causal: bool, groups: int, slots: int, chunk: int, launches: bool
 ) -> None:
-    """A wrong order of heads, a mask off by one where the first slots are left out, or a gradient that a
-    chunk overwrites instead of adding."""
-    monkeypatch.setattr(attention, "_SCORES", chunk)
+    """A wrong order of heads, a mask off by one where the first slots are left out, a gradient that a chunk
+    overwrites instead of adding, or answers that are mixed up where several go at once."""
+    for name in ("_SCORES", "_SCORES_CUDA"):
+        monkeypatch.setattr(attention, name, chunk)
+    monkeypatch.setattr(attention, "_launches", lambda x: launches)
     inputs = _inputs(groups, slots)
     anchors = torch.tensor([[0, 3, 3, 7, 10], [9, 1, 4, 0, 2]])  # also no context, and not ascending
     weights = torch.randn_like(inputs[0])
@@ -63,6 +67,23 @@ def test_value_and_gradients_are_those_of_the_formula(
         found.append([value, *torch.autograd.grad((value * weights).sum(), inputs)])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_a_gpu_is_called_as_often_whatever_the_number_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards launches: answer by answer they took a GPU longer than the arithmetic. Nothing is asked of it
+    meanwhile, which would wait for its queue."""
+    monkeypatch.setattr(attention, "_launches", lambda x: True)
+    counts = []
+    for answers in (2, 6):
+        inputs = [
+            x.detach().repeat(answers // 2, 1, *[1] * (x.ndim - 2)).requires_grad_() for x in _inputs(3)
+        ]
+        anchors = Anchors.of(torch.tensor([[0, 3, 3, 7, 10], [9, 1, 4, 0, 2]] * (answers // 2)))
+        with CountedCalls() as counted:
+            block_attention(*inputs, anchors, True).sum().backward()
+        counts.append(counted.calls)
+    assert counts[0] == counts[1]
+    assert not counts[0].keys() & {"_local_scalar_dense", "nonzero", "item"}
 
 
 def test_large_scores_do_not_overflow() -> None:

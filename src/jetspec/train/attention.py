@@ -3,7 +3,8 @@
 Put together from torch's operators, the scores of context and block are joined and split again, masked, and
 their gradients padded with zeros, each time in a new tensor of megabytes. Here one answer's scores (or those
 of some of its anchors) are worked on in place, forward and backward, and context behind the last anchor is
-not looked at.
+not looked at. On a GPU, where each operation costs a launch and sizes hardly matter, that is done for many
+answers at once.
 """
 
 from __future__ import annotations
@@ -69,19 +70,27 @@ class _Tensors(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some anchors of one answer, and the length of the context that they see."""
+    """n answers, c anchors of each, and the length of the longest context that they see."""
 
-    answer: int
+    answers: slice
     anchors: slice
     length: int
 
+    def of(self, x: Tensor) -> Tensor:
+        """Their part of what has anchors: [answers, anchors, ...] to [n, c, ...]."""
+        return x[self.answers, self.anchors]
+
+    def seen(self, x: Tensor) -> Tensor:
+        """Their part of a context: [answers, T, ...] to [n, length, ...]."""
+        return x[self.answers, : self.length]
+
 
 class _Kept(NamedTuple):
-    """What the gradients of a chunk of c anchors need; heads that share keys are rows.
+    """What the gradients of a chunk need; heads that share keys are rows.
 
-    q     [kv, c * rows, dim], scaled
-    far   [kv, c * rows, L], near [kv * c, rows, block]: exp(score - the row's greatest)
-    total [kv, c * rows, 1], their sum
+    q     [n, kv, c * rows, dim], scaled
+    far   [n, kv, c * rows, L], near [n * kv * c, rows, block]: exp(score - the row's greatest)
+    total [n, kv, c * rows, 1], their sum
     """
 
     q: Tensor
@@ -91,12 +100,24 @@ class _Kept(NamedTuple):
 
 
 def _chunks(q: Tensor, anchors: Anchors, length: int) -> Iterator[_Chunk]:
-    most = _SCORES_CUDA if q.is_cuda else _SCORES
-    count = max(1, most // (q.shape[2] * q.shape[3] * max(1, length)))
-    for answer, row in enumerate(anchors.host):
-        for first in range(0, len(row), count):
+    """All anchors of all answers, no more scores at a time than there is room for."""
+    gpu = _launches(q)
+    most = _SCORES_CUDA if gpu else _SCORES
+    each = q.shape[2] * q.shape[3] * max(1, length)  # scores of an anchor
+    total = len(anchors.host)
+    at_once = max(1, min(total, most // (each * max(1, q.shape[1])))) if gpu else 1
+    count = max(1, most // each)
+    for answer in range(0, total, at_once):
+        rows = anchors.host[answer : answer + at_once]
+        for first in range(0, q.shape[1], count):
             own = slice(first, first + count)
-            yield _Chunk(answer, own, min(length, max(row[own])))
+            seen = max(max(row[own]) for row in rows)
+            yield _Chunk(slice(answer, answer + len(rows)), own, min(length, seen))
+
+
+def _launches(x: Tensor) -> bool:
+    """Whether an operation costs a launch."""
+    return x.is_cuda
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -112,7 +133,7 @@ class _BlockAttention(torch.autograd.Function):
             later = later.repeat_interleave(x.q.shape[3] // x.k.shape[3], 0)  # [rows, block]
         for chunk in _chunks(x.q, anchors, x.context_k.shape[1]):
             own, out = _mix(chunk, x, anchors, later)
-            _place(mixed[chunk.answer, chunk.anchors], out)
+            _place(chunk.of(mixed), out)
             if learns:
                 kept.append((chunk, own))
         if learns:
@@ -137,80 +158,79 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _rows(x: Tensor, kv: int) -> Tensor:
-    """[c, slots, heads, dim] as [kv, c * rows, dim], a copy."""
-    c, slots, heads, dim = x.shape
-    grouped = x.view(c, slots, kv, heads // kv, dim).permute(2, 0, 1, 3, 4)
-    return grouped.clone(memory_format=torch.contiguous_format).view(kv, -1, dim)
+    """[n, c, slots, heads, dim] as [n, kv, c * rows, dim], a copy."""
+    n, c, slots, heads, dim = x.shape
+    grouped = x.view(n, c, slots, kv, heads // kv, dim).permute(0, 3, 1, 2, 4, 5)
+    return grouped.clone(memory_format=torch.contiguous_format).view(n, kv, -1, dim)
 
 
 def _place(to: Tensor, rows: Tensor) -> None:
     """The way back from `_rows`."""
-    c, slots, heads, dim = to.shape
-    kv = rows.shape[0]
-    to.view(c, slots, kv, heads // kv, dim).copy_(
-        rows.view(kv, c, slots, heads // kv, dim).permute(1, 2, 0, 3, 4)
+    n, c, slots, heads, dim = to.shape
+    kv = rows.shape[1]
+    to.view(n, c, slots, kv, heads // kv, dim).copy_(
+        rows.view(n, kv, c, slots, heads // kv, dim).permute(0, 2, 3, 1, 4, 5)
     )
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Keys or values [c, block, kv, dim] as [kv * c, block, dim]."""
-    return x.permute(2, 0, 1, 3).flatten(0, 1)
+    """Keys or values [n, c, block, kv, dim] as [n * kv * c, block, dim]."""
+    return x.permute(0, 3, 1, 2, 4).flatten(0, 2)
 
 
 def _mix(chunk: _Chunk, x: _Tensors, anchors: Anchors, later: Tensor | None) -> tuple[_Kept, Tensor]:
-    """What a chunk's slots read [kv, c * rows, dim]."""
-    answer, some, length = chunk
+    """What a chunk's slots read [n, kv, c * rows, dim]."""
     kv, dim = x.k.shape[-2:]
-    rows = _rows(x.q[answer, some], kv).mul_(dim**-0.5)
-    own_k, own_v = _blocks(x.k[answer, some]), _blocks(x.v[answer, some])
-    far = _wide(rows @ x.context_k[answer, :length].permute(1, 2, 0))
+    rows = _rows(chunk.of(x.q), kv).mul_(dim**-0.5)
+    own_k, own_v = _blocks(chunk.of(x.k)), _blocks(chunk.of(x.v))
+    far = _wide(rows @ chunk.seen(x.context_k).permute(0, 2, 3, 1))
     near = _wide(rows.view(len(own_k), -1, dim) @ own_k.transpose(1, 2))
-    behind = torch.arange(length, device=x.q.device) >= anchors.device[answer, some].unsqueeze(-1)  # [c, L]
-    far.unflatten(1, (len(behind), -1)).masked_fill_(behind.unsqueeze(1), -math.inf)
+    behind = torch.arange(chunk.length, device=x.q.device) >= chunk.of(anchors.device).unsqueeze(-1)
+    c = behind.shape[1]  # of [n, c, L]
+    far.unflatten(2, (c, -1)).masked_fill_(behind[:, None, :, None], -math.inf)
     if later is not None:
         near.masked_fill_(later, -math.inf)
-    flat = near.view(kv, -1, near.shape[-1])
+    flat = near.view(*rows.shape[:3], near.shape[-1])
     greatest = flat.amax(-1, keepdim=True)
-    if length:
+    if chunk.length:
         greatest = torch.maximum(greatest, far.amax(-1, keepdim=True))
     far.sub_(greatest).exp_()
     flat.sub_(greatest).exp_()
     total = far.sum(-1, keepdim=True) + flat.sum(-1, keepdim=True)
     far, near = far.to(rows.dtype), near.to(rows.dtype)
-    mixed = far @ x.context_v[answer, :length].transpose(0, 1)
+    mixed = far @ chunk.seen(x.context_v).transpose(1, 2)
     mixed += (near @ own_v).view_as(mixed)
     return _Kept(rows, far, near, total), mixed.div_(total)
 
 
 def _unmix(chunk: _Chunk, kept: _Kept, grad: Tensor, mixed: Tensor, x: _Tensors, to: _Tensors) -> None:
     """Gradients of a chunk. With P = exp / total: dV = P' dO, dS = P (dO V' - rowsum(dO O))."""
-    answer, some, length = chunk
     kv, dim = x.k.shape[-2:]
     rows, far, near, total = kept
-    own_k, own_v = _blocks(x.k[answer, some]), _blocks(x.v[answer, some])
-    wide = _wide(_rows(grad[answer, some], kv)).div_(total)
-    down = (wide * _rows(mixed[answer, some], kv)).sum(-1, keepdim=True)
+    own_k, own_v = _blocks(chunk.of(x.k)), _blocks(chunk.of(x.v))
+    wide = _wide(_rows(chunk.of(grad), kv)).div_(total)
+    down = (wide * _rows(chunk.of(mixed), kv)).sum(-1, keepdim=True)
     out = wide.to(rows.dtype)
     out_blocks = out.view(len(own_k), -1, dim)
 
-    to.context_v[answer, :length] += (far.transpose(1, 2) @ out).transpose(0, 1)
-    step = _wide(out @ x.context_v[answer, :length].permute(1, 2, 0))
+    chunk.seen(to.context_v).add_((far.transpose(2, 3) @ out).transpose(1, 2))
+    step = _wide(out @ chunk.seen(x.context_v).permute(0, 2, 3, 1))
     step = step.sub_(down).mul_(far).to(rows.dtype)
-    to.context_k[answer, :length] += (step.transpose(1, 2) @ rows).transpose(0, 1)
-    for_q = step @ x.context_k[answer, :length].transpose(0, 1)
+    chunk.seen(to.context_k).add_((step.transpose(2, 3) @ rows).transpose(1, 2))
+    for_q = step @ chunk.seen(x.context_k).transpose(1, 2)
 
-    c = len(own_k) // kv
-    _from_blocks(to.v[answer, some], near.transpose(1, 2) @ out_blocks, c)
+    _from_blocks(chunk.of(to.v), near.transpose(1, 2) @ out_blocks)
     step = _wide(out_blocks @ own_v.transpose(1, 2))
     step = step.sub_(down.view(len(own_k), -1, 1)).mul_(near).to(rows.dtype)
-    _from_blocks(to.k[answer, some], step.transpose(1, 2) @ rows.view(len(own_k), -1, dim), c)
+    _from_blocks(chunk.of(to.k), step.transpose(1, 2) @ rows.view(len(own_k), -1, dim))
     for_q += (step @ own_k).view_as(for_q)
-    _place(to.q[answer, some], for_q.mul_(dim**-0.5))
+    _place(chunk.of(to.q), for_q.mul_(dim**-0.5))
 
 
-def _from_blocks(to: Tensor, blocks: Tensor, count: int) -> None:
-    """[kv * c, block, dim] to keys or values [c, block, kv, dim]."""
-    to.copy_(blocks.view(-1, count, *blocks.shape[1:]).permute(1, 2, 0, 3))
+def _from_blocks(to: Tensor, blocks: Tensor) -> None:
+    """[n * kv * c, block, dim] to keys or values [n, c, block, kv, dim]."""
+    n, c, block, kv, dim = to.shape
+    to.copy_(blocks.view(n, kv, c, block, dim).permute(0, 2, 3, 1, 4))
 
 
 def _wide(x: Tensor) -> Tensor:
