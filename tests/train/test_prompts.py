@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +176,14 @@ def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         load_prompts(["hf:org/name"])
     with pytest.raises(OptionError, match="names no data set"):
         load_prompts(["hf:name"])
+
+    def stop(*_: object, **__: object) -> Iterator[dict[str, object]]:
+        yield {"prompt": "a"}
+        raise ConnectionError("cut")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=stop))
+    with pytest.raises(DataError, match="hf:org/name cannot be read behind record 1: cut"):
+        load_prompts(["hf:org/name"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="pip install datasets"):
         load_prompts(["hf:org/name"])

@@ -17,6 +17,7 @@ from jetspec.errors import DataError, OptionError
 from jetspec.train.text_file import read_text, unpacked_name
 
 HUB = "hf:"
+_SHOWN = 20  # names of configurations or splits that a message lists
 HUB_LIMIT = 50_000  # records of a hub data set that are read where no limit is given; some hold 200 GB
 
 
@@ -95,10 +96,33 @@ def _hub_items(source: str, limit: int | None) -> Iterator[Item]:
         datasets = importlib.import_module("datasets")
     except ImportError:
         raise DataError(f"{source} needs the package `datasets`: pip install datasets") from None
+    dataset, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+    number = 0
     try:
-        config = parts[2] if len(parts) == 3 else None
-        rows = datasets.load_dataset("/".join(parts[:2]), config, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(dataset, config, split=split or "train", streaming=True)
         for number, record in enumerate(islice(rows, limit or HUB_LIMIT), start=1):
             yield Item(number, record)
     except Exception as error:  # the library has many, and passes on those of the network
-        raise DataError(f"{source} cannot be read: {' '.join(str(error).split()) or repr(error)}") from error
+        where = f" behind record {number}" if number else ""
+        reason = " ".join(str(error).split()) or repr(error)
+        advice = "" if number else _advice(datasets, error, dataset, config)
+        raise DataError(f"{source} cannot be read{where}: {reason}{advice}") from error
+
+
+def _advice(datasets: Any, error: Exception, dataset: str, config: str | None) -> str:
+    """What to write or do instead, as far as the library knows."""
+    if type(error).__name__ == "DatasetNotFoundError":  # which old versions do not have
+        return "; check the name, and for a gated or private one log in with `hf auth login` or set HF_TOKEN"
+    if not isinstance(error, ValueError):  # as the library calls configurations and splits that are not there
+        return ""
+    try:
+        configs = datasets.get_dataset_config_names(dataset)
+        if (config is None and len(configs) > 1) or config not in (None, *configs):
+            valid = [f"{HUB}{dataset}/{name}" for name in configs]
+        else:
+            named = f"{HUB}{dataset}" if config is None else f"{HUB}{dataset}/{config}"
+            valid = [f"{named}:{name}" for name in datasets.get_dataset_split_names(dataset, config)]
+    except Exception:  # it has said what it could
+        return ""
+    more = f", and {len(valid) - _SHOWN} more" if len(valid) > _SHOWN else ""
+    return f"; valid: {', '.join(valid[:_SHOWN])}{more}"
