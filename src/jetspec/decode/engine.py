@@ -108,6 +108,16 @@ class Engine:
         """Whether anything is waiting or running."""
         return bool(self._waiting or self._prefilling or self._running)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have not been admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in the cache, those whose prompts are still being read included."""
+        return len(self._prefilling) + len(self._running)
+
     def step(self) -> list[Outcome]:
         """Admit, prefill one chunk, and decode one round of all sequences that are ready.
 
