@@ -80,7 +80,12 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The objects of a stream, whose form and end are checked."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    lines = response.text.split("\n\n")
+    return events_in(response.text)
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream's body."""
+    lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
@@ -114,13 +119,25 @@ class Gate:
         self._open.set()
 
 
+@asynccontextmanager
+async def gated(app: FastAPI) -> AsyncIterator[tuple[httpx.AsyncClient, Gate]]:
+    """As `serving`, with a gate that is opened at the end, whatever happens."""
+    gate = Gate(engine_of(app))
+    async with serving(app) as client:
+        try:
+            yield client, gate
+        finally:
+            gate.open()
+
+
 class Visitor:
     """A client below HTTP, which leaves or stops reading when the test says so."""
 
     def __init__(self, app: FastAPI, path: str, fields: dict[str, Any]) -> None:
         self.messages: list[Any] = []  # what the app has sent
         self.left = asyncio.Event()
-        self.stuck = False  # it takes nothing more
+        self.taking = asyncio.Event()  # while it is not set, nothing is taken
+        self.taking.set()
         self._body: bytes | None = json.dumps(fields).encode()
         scope = {
             "type": "http",
@@ -146,8 +163,7 @@ class Visitor:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        if self.stuck:
-            await asyncio.Event().wait()
+        await self.taking.wait()
         self.messages.append(message)
 
     @property

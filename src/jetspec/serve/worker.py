@@ -98,9 +98,10 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._obey():
+                self._report()  # who was taken or has gone need not wait for a round
                 if self.engine.busy:
                     self._step()
-                self._report()
+                    self._report()
         except BaseException as error:
             log.critical("the engine's thread ends, and with it the service: %s", error, exc_info=error)
             self._die(failure(error))
@@ -221,7 +222,7 @@ class Worker:
         return list({o.ticket: None for o in self._open.values()})
 
     def _report(self) -> None:
-        self.metrics.look_at(self.engine)
         if self._events:
+            self.metrics.look_at(self.engine)
             events, self._events = self._events, []
             self._post(events)
