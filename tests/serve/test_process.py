@@ -128,30 +128,32 @@ def test_a_second_signal_ends_at_once(endless_folder: Path) -> None:
         server("--model", endless_folder, "--grace", 600) as running,
         running.client.stream("POST", TEXT, json=ENDLESS) as response,
     ):
-        first_chunk(response)
+        kept = first_chunk(response)  # without the iterator httpx would close the connection
         running.process.send_signal(signal.SIGINT)
         running.said("stopping: 1 answer")
         running.process.send_signal(signal.SIGINT)
         assert running.end() == 130
+        del kept
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_connection_that_breaks_frees_its_rows(endless_folder: Path, stream: bool) -> None:
-    """Guards the way from a closed socket to the engine, through a real server."""
+def test_a_connection_that_breaks_frees_its_rows(endless_folder: Path) -> None:
+    """Guards the way from a closed socket to the engine, through a real server, streamed or not."""
     with server("--model", endless_folder) as running:
-        body = json.dumps({**ENDLESS, "stream": stream}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n"
-        head += "Content-Type: application/json\r\n"
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            while running.value("jetspec_running") == 0:
+        for number, stream in enumerate((True, False), 1):
+            body = json.dumps({**ENDLESS, "stream": stream}).encode()
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            host, port = running.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(head.encode() + body)
+                while running.value("jetspec_running") == 0:
+                    pass
+                assert running.value("jetspec_cache_bytes") > 0
+            while running.value("jetspec_running") > 0:
                 pass
-            assert running.value("jetspec_cache_bytes") > 0
-        while running.value("jetspec_running") > 0:
-            pass
-        assert running.value("jetspec_cache_bytes") == 0
-        assert running.value('jetspec_requests_total{outcome="cancelled"}') == 1
+            assert running.value("jetspec_cache_bytes") == 0
+            while running.value('jetspec_requests_total{outcome="cancelled"}') < number:
+                pass
         assert running.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 

@@ -160,8 +160,15 @@ class _Request(_Strict):
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: Any  # a text or a list; what is in it is looked at when it is encoded
     echo: bool | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _text_or_list(cls, prompt: Any) -> Any:
+        if not isinstance(prompt, (str, list)):
+            raise PydanticCustomError("prompt", "must be a text, a list of texts, or token ids")
+        return prompt
 
     @property
     def most(self) -> int:
