@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jetspec.errors import OptionError
-from jetspec.serve import app as routes
+from jetspec.serve import service
 from jetspec.serve.app import create_app
 from jetspec.serve.prepare import TooLong, encode_up_to
 from tests.helpers import changed_model, tiny_folder
@@ -227,7 +227,7 @@ def test_a_body_that_never_comes_gives_its_place_back(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the queue against clients that open requests and say nothing more."""
-    monkeypatch.setattr(routes, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(service, "BODY_SECONDS", 0.05)
 
     async def silent() -> Any:
         yield b"{"

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from jetspec.decode.engine import Engine
 from jetspec.errors import OptionError, brief
@@ -100,6 +100,17 @@ class Desk:
         if self._loop is not None:
             self.end_all()
             await asyncio.to_thread(self._worker.stop)
+
+    def live_view(self) -> dict[str, Any]:
+        """What is going on, for the page; numbers of another thread may be a round old."""
+        engine = self.engine
+        return {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "max_batch": engine.max_batch,
+            "drafting": engine.drafter.name != "off",
+            **self._worker.pulse.view(),
+        }
 
     def _full(self) -> ApiError:
         return ApiError(

@@ -24,6 +24,7 @@ from jetspec.errors import HeadError, ModelError, is_out_of_memory
 from jetspec.sequence import Sequence
 from jetspec.serve.errors import ApiError, failure, out_of_memory
 from jetspec.serve.metrics import Metrics
+from jetspec.serve.pulse import Pulse
 from jetspec.serve.ticket import Added, Died, Emitted, Event, Failed, Piece, Ticket
 
 log = logging.getLogger("jetspec.serve")
@@ -65,7 +66,7 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, post: Callable[[list[Event]], None]) -> None:
-        self.engine, self.metrics = engine, metrics
+        self.engine, self.metrics, self.pulse = engine, metrics, Pulse()
         self._post = post
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._open: dict[int, _Open] = {}  # by the sequence's id
@@ -186,6 +187,7 @@ class Worker:
             self._events.append(Emitted(found.ticket, piece))
         if outcomes:
             self.metrics.count_round(outcomes)
+            self.pulse.beat(outcomes)
 
     def _fail(self, ticket: Ticket, error: ApiError) -> None:
         """End all choices of a request that have not ended."""
