@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,44 @@ def test_a_client_that_leaves_frees_its_rows(tiny_folder: Path, stream: bool, ro
     assert answer.json()["choices"][0]["text"] == expected
     assert engine.cache.keys() == [] and engine.cache.bytes == 0 and not engine.busy
     assert 'jetspec_requests_total{outcome="cancelled"} 1.0' in metrics
+
+
+def test_coming_and_going_changes_nobodys_text(tiny_folder: Path) -> None:
+    """Guards everything at once: clients that come and leave at any moment of others' prompts and rounds,
+    more than batch and queue hold. Whenever that is, those who stay get their texts, and nothing is left."""
+    app = create_app(load(tiny_folder), max_batch=4, max_queue=8)
+    plain = load(tiny_folder, "off", 0)
+    options: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
+    dice = random.Random(7)
+
+    async def stay(client: Any, seed: int) -> tuple[int, str]:
+        body = {"prompt": "the quick " * (1 + seed % 9), "seed": seed, "max_tokens": 5 + seed, **options}
+        while (answer := await client.post(TEXT, json=body)).status_code == 429:
+            await asyncio.sleep(0.01)
+        return seed, answer.json()["choices"][0]["text"]
+
+    async def leave(seed: int) -> None:
+        body = {"prompt": "lazy dogs", "seed": seed, "n": 1 + seed % 3, "max_tokens": 200, **options}
+        visitor = Visitor(app, TEXT, {**body, "stream": bool(seed % 2)})
+        await asyncio.sleep(dice.random() / 20)
+        visitor.left.set()
+        await visitor.task
+
+    async def ask() -> list[tuple[int, str]]:
+        async with serving(app) as client:
+            tasks = []
+            for seed in range(24):
+                tasks += [asyncio.ensure_future(stay(client, seed)), asyncio.ensure_future(leave(seed))]
+                await asyncio.sleep(dice.random() / 50)
+            found = await asyncio.gather(*tasks)
+            await until(lambda: desk_of(app).live == 0)
+            return [entry for entry in found if entry is not None]
+
+    for seed, text in run(ask()):
+        prompt = "the quick " * (1 + seed % 9)
+        assert text == plain.generate(prompt, raw=True, seed=seed, max_tokens=5 + seed, **options).text
+    engine = engine_of(app)
+    assert engine.cache.keys() == [] and engine.cache.bytes == 0 and not engine.busy
 
 
 def test_a_client_that_takes_nothing_does_not_hold_up_the_others(tiny_folder: Path) -> None:
