@@ -99,7 +99,7 @@ BAD: list[tuple[str, Any, str | None]] = [  # path, body, the parameter that is 
     (TEXT, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
     (TEXT, {"prompt": "a", "n": 0}, "n"),
     (TEXT, {"prompt": "a", "n": 129}, "n"),
-    (TEXT, {"prompt": ["a"] * 8, "n": 30}, "prompt"),
+    (TEXT, {"prompt": ["a"] * 8, "n": 30}, "n"),
     (TEXT, {"prompt": "a", "stop": [""]}, "stop"),
     (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop"),
     (TEXT, {"prompt": "a", "stop": "a" * 1000}, "stop"),

@@ -76,7 +76,7 @@ class Preparer:
         if isinstance(request, ChatRequest):
             prompts = [self._conversation(request)]
         else:
-            prompts = self._prompts(request.prompt, self.most // n)
+            prompts = self._prompts(request.prompt)
         if len(prompts) * n > self.most:
             raise invalid(
                 f"the request asks for {len(prompts) * n} answers, but the server takes {self.most} at most",
@@ -123,7 +123,7 @@ class Preparer:
             raise ApiError(500, str(error)) from None
         return _Prompt(self._encode(text, "messages", special=False), text)
 
-    def _prompts(self, prompt: Any, most: int) -> list[_Prompt]:
+    def _prompts(self, prompt: Any) -> list[_Prompt]:
         """A text, several, token ids or several lists of them."""
         if isinstance(prompt, str):
             return [self._text(prompt)]
@@ -132,8 +132,10 @@ class Preparer:
         ids = _ids(prompt)
         if ids is not None:
             return [self._known(ids)]
-        if len(prompt) > most:
-            raise invalid(f"{len(prompt)} prompts are more than the server takes at once", "prompt")
+        if len(prompt) > self.most:
+            raise invalid(
+                f"the request has {len(prompt)} prompts, but the server takes {self.most} at most", "prompt"
+            )
         found: list[_Prompt] = []
         for entry in prompt:
             ids = _ids(entry) if isinstance(entry, list) and entry else None

@@ -53,9 +53,8 @@ class Service:
         if not self.name or not self.name.isprintable():
             raise OptionError(f"the served name must be a printable text, got {brief(self.name)}")
         if api_key is not None and not (api_key and all("!" <= letter <= "~" for letter in api_key)):
-            raise OptionError(
-                "the API key must be ASCII without blanks, and not empty"
-            )  # which is never shown
+            # Without the key itself, which no message shows.
+            raise OptionError("the API key must be ASCII letters, digits or signs, no blanks, at least one")
         self.engine = Engine(
             model.target,
             model.drafter,
@@ -84,7 +83,7 @@ class Service:
             await self.desk.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_key(self, request: Request) -> None:
+    async def check_key(self, request: Request) -> None:
         """Raise ApiError unless the request has the key, if one is set."""
         if self._key is None:
             return
@@ -110,10 +109,8 @@ class Service:
             self._count("cancelled")
             return Response(status_code=_LEFT)
         except Exception as error:
-            if not isinstance(error, ApiError):
-                self._count("failed")
-                raise
-            self._count("full" if error.status == 429 else "refused" if error.status < 500 else "failed")
+            status = error.status if isinstance(error, ApiError) else 500
+            self._count("full" if status == 429 else "refused" if status < 500 else "failed")
             raise
         return await self._answer(request, job, ticket)
 
