@@ -217,7 +217,8 @@ def encode_up_to(tokenizer: Tokenizer, text: str, special: bool, most: int) -> l
 def load_json(body: bytes) -> Any:
     """The value that a body holds. Raises ApiError if it is no JSON, or holds half of a surrogate pair."""
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        # Python's own decoding of bytes lets half a surrogate pair through, and guesses other encodings.
+        value = json.loads(body.decode(), parse_constant=_no_constant)
         if b"\\ud" in body.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
