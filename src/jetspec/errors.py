@@ -79,6 +79,14 @@ class StorageError(UserError):
     """A file cannot be written: no space left or no permission."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's or torch's, which has no exception of its own on every device."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return "can't allocate memory" in text or "out of memory" in text
+
+
 LONGEST_NAME = 300  # characters of a path or a name that a message shows
 
 

@@ -346,6 +346,37 @@ def test_emissions_join_to_the_text() -> None:
         )
 
 
+def test_a_prompt_is_read_in_smaller_pieces_while_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards running requests against a long prompt, for whose pieces they wait; alone it is read at once,
+    and the texts are the same."""
+    target = tiny_target()
+    sizes: list[int] = []
+    forward = target.forward
+
+    def counting(plan: Any, *args: Any) -> Any:
+        sizes.append(plan.size)
+        return forward(plan, *args)
+
+    monkeypatch.setattr(target, "forward", counting)
+    long = [n % VOCAB for n in range(60)]
+    engine = Engine(target, None, budget=0, prefill_rows=16)
+    engine.add(long, limits=Limits(max_tokens=1))
+    engine.step()
+    assert sizes == [59, 1]
+    first = engine.add(PROMPTS[0], limits=Limits(max_tokens=LENGTH))
+    engine.step()
+    sizes.clear()
+    second = engine.add(long, limits=Limits(max_tokens=4))
+    while engine.busy:
+        engine.step()
+    assert sizes[:8] == [16, 1, 16, 1, 16, 1, 11, 2]
+    assert tuple(first.emitted) == plain(tuple(PROMPTS[0]), "greedy")
+    assert tuple(second.emitted) == plain(tuple(long), "greedy", 4)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(OptionError, match="prefill_rows must be an integer of at least 1"):
+            Engine(target, None, budget=0, prefill_rows=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, None, "x"])
 def test_a_bad_batch_is_refused(most: Any) -> None:
     """Guards the documented error for max_batch: Python's own came through, and 1.5 and True were taken."""

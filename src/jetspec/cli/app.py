@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jetspec import __version__
-from jetspec.cli import answers, bench, calibrate, demo, doctor, generate, prompts, theory, train, tree
+from jetspec.cli import answers, bench, calibrate, demo, doctor, generate, prompts, serve, theory, train, tree
 
 app = typer.Typer(
     name="jetspec",
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("generate")(generate.generate)
+app.command("serve", short_help="Serve a model over HTTP as OpenAI's API.")(serve.serve)
 app.command("tree")(tree.tree)
 app.command("prompts")(prompts.prompts)
 app.command("answers")(answers.answers)

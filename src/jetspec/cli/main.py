@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TextIO, cast
 
 from jetspec.cli.interrupt import Interrupted
-from jetspec.errors import OptionError, UserError
+from jetspec.errors import OptionError, UserError, is_out_of_memory
 
 INPUT_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 _NO_MEMORY = "not enough memory; choose a smaller model, --dtype bfloat16, or a shorter prompt"
@@ -49,10 +49,8 @@ def _main(argv: Sequence[str]) -> int:
     except OSError as error:
         _discard_output()
         return _fail(f"cannot read or write {error.filename or 'the output'}: {error.strerror or error}")
-    except MemoryError:
-        return _fail(_NO_MEMORY)
-    except RuntimeError as error:
-        if not _is_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         return _fail(_NO_MEMORY)
     if code == INTERRUPTED:
@@ -87,12 +85,6 @@ def _run(argv: Sequence[str]) -> int:
         verb = "jetspec" if context is None else context.command_path
         raise OptionError(f"{error.format_message()} (see {verb} --help)") from error  # type: ignore[attr-defined]
     return code if isinstance(code, int) else 0
-
-
-def _is_memory(error: RuntimeError) -> bool:
-    """Whether torch ran out of memory, for which it has no exception of its own on every device."""
-    text = str(error)
-    return "can't allocate memory" in text or "out of memory" in text
 
 
 def _fail(message: str) -> int:

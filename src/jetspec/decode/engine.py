@@ -47,6 +47,8 @@ class Engine:
             measured cost; or a policy.
         grow: how trees are grown: "best-first", "beam", "chain", "accum" or "dynamic".
         max_batch: sequences decoded at once; further ones wait.
+        prefill_rows: most packed prompt tokens per prefill forward while others decode, who wait for it; None
+            is as many as if nobody waited.
     Raises:
         OptionError: a value is out of range; the message names the valid ones.
     """
@@ -59,6 +61,7 @@ class Engine:
         budget: BudgetOption = AUTO,
         grow: str = "best-first",
         max_batch: int = 64,
+        prefill_rows: int | None = None,
     ) -> None:
         if not isinstance(grow, str) or grow not in GROW:
             raise OptionError(f"unknown tree builder {brief(grow)}; valid: {', '.join(GROW)}")
@@ -70,6 +73,9 @@ class Engine:
         self.grow = GROW[grow]
         self.budget: Budget = make_budget(budget, target, self.drafter, self.grow)
         self.max_batch = most
+        self._shared_rows = None if prefill_rows is None else as_integer(prefill_rows) or 0
+        if self._shared_rows is not None and self._shared_rows < 1:
+            raise OptionError(f"prefill_rows must be an integer of at least 1, got {brief(prefill_rows)}")
         self.walker: Walker | None = None  # see decode_round; for methods with another acceptance rule
         self.cache = target.new_cache()
         self.stats = Stats()
@@ -107,6 +113,16 @@ class Engine:
     def busy(self) -> bool:
         """Whether anything is waiting or running."""
         return bool(self._waiting or self._prefilling or self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not been admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in the cache, those whose prompts are still being read included."""
+        return len(self._prefilling) + len(self._running)
 
     def step(self) -> list[Outcome]:
         """Admit, prefill one chunk, and decode one round of all sequences that are ready.
@@ -215,6 +231,8 @@ class Engine:
         """
         parts: list[tuple[int, list[int]]] = []
         room = PREFILL_ROWS * (4 if self.target.device.type == "cuda" else 1)  # where rows cost less
+        if self._running and self._shared_rows is not None:
+            room = min(room, self._shared_rows)
         for sequence in self._prefilling:
             done = self.cache.length(sequence.id)
             piece = sequence.tokens[done : min(sequence.prompt_len - 1, done + room)]
