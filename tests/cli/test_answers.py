@@ -116,10 +116,10 @@ def test_an_endpoint_needs_no_model(prompts: Path, tmp_path: Path, monkeypatch: 
     ("given", "message"),
     [
         ([], "no prompts: give --prompts"),
-        (["--prompts", "PROMPTS", "--from", "x"], "--prompts and --endpoint cannot go with it"),
+        (["--prompts", "PROMPTS", "--from", "x"], "makes none, so --prompts, --max-tokens cannot go with it"),
         (["--prompts", "PROMPTS", "--api-key-env", "X"], "need --endpoint"),
         (["--prompts", "PROMPTS", "--endpoint", "host", "--endpoint-model", "m"], "give a URL"),
-        (["--from", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--from", "x", "--temperatures", "0:0.6,0.7:0.15,1:0.25"], "--max-tokens, --temperatures cannot"),
         (["--prompts", "none.jsonl"], "none.jsonl cannot be read"),
         (["--prompts", "hf:x"], "names no data set"),
         (["--prompts", "PROMPTS", "--part", "2/2"], "--part is '2/2'"),
@@ -138,6 +138,13 @@ def test_faults_are_one_line(
     """Guards every fault of the input: code 2, one line, and no folder is made."""
     replaced = [str(prompts) if word == "PROMPTS" else word for word in given]
     assert message in answers(tiny_folder, "-o", tmp_path / "out", *replaced).error
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_answers_are_one_line(tiny_folder: Path, tmp_path: Path) -> None:
+    """Guards --from against a traceback, and against a folder that nothing will be in."""
+    given = ["--from", tmp_path / "none.jsonl", "-o", tmp_path / "out"]
+    assert "none.jsonl cannot be read" in jetspec("answers", "--model", tiny_folder, *given).error
     assert not (tmp_path / "out").exists()
 
 

@@ -23,6 +23,7 @@ __all__ = ["tiny_folder"]  # a fixture
             "budget must be auto or a number of nodes from 0 (plain decoding) to 1024, got -1",
         ),
         (["--budget", "2000"], "the budget must be"),
+        (["--budget", "9" * 5000], "the budget must be"),
         (["--budget", "many"], "the budget must be auto or a number of nodes from 0"),
         (["--grow", "worst"], "valid: best-first, beam, chain"),
         (["--temperature", "-1"], "temperature must be a number from 0 up to 1000, got -1"),

@@ -110,6 +110,8 @@ def test_long_commands_speak_without_a_terminal(
     assert "\nfeatures: " in jetspec("answers", *common, *given).err
     written = jetspec("prompts", *common, "-n", 2, "--max-tokens", 60, "-o", tmp_path / "w.jsonl")
     assert "prompts: " in written.err
+    checked = jetspec("doctor", *common, "--max-tokens", 8, "--no-reference")
+    assert "\ndecoding with drafts: " in checked.err
 
 
 def test_training_speaks_without_a_terminal(

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from jetspec.cli import answer_options, options
 from jetspec.cli.interrupt import goes_on
 from jetspec.cli.loading import use_threads
@@ -21,9 +23,13 @@ if TYPE_CHECKING:
 
 MIX = "0:0.6,0.7:0.15,1:0.25"
 TOKENS = 650_000
+# Options of how answers are made: they mean nothing to answers that exist.
+_OF_ANSWERS = ["tokens", "max_tokens", "max_prompt", "temperatures", "batch", "raw", "thinking", "seed"]
+_OF_SOURCES = ["text_only", "prompts", "endpoint", "endpoint_model", "api_key_env", "concurrency", "timeout"]
 
 
 def answers(
+    context: typer.Context,
     prompts: answer_options.Prompts = None,
     out: answer_options.Out = Path("data/answers"),
     model: options.Model = options.DEFAULT_MODEL,
@@ -69,13 +75,10 @@ def answers(
         thinking=thinking,
         features=not text_only,
     )
-    if from_answers and (prompts or endpoint):
-        raise OptionError("--from takes answers that exist, so --prompts and --endpoint cannot go with it")
-    if from_answers and (text_only or tokens != TOKENS):
-        name = "--text-only" if text_only else "--tokens"
+    if from_answers and (given := _given(context, [*_OF_SOURCES, *_OF_ANSWERS])):
         raise OptionError(
-            f"--from computes the features of all answers that it reads, so {name} cannot go with it; leave "
-            "it out, or choose answers with --part, --limit or --exclude"
+            "--from computes the features of all answers that it reads and makes none, so "
+            f"{', '.join(given)} cannot go with it; choose answers with --part, --limit or --exclude"
         )
     where = _endpoint(endpoint, endpoint_model, api_key_env, concurrency, timeout)
     use_threads(threads)
@@ -89,6 +92,13 @@ def answers(
         answer_here(target, chosen, out, settings, taps=taps, yes=yes)
     else:
         answer_there(where, chosen, out, settings)
+
+
+def _given(context: typer.Context, names: Many[str]) -> list[str]:
+    """Which of these options stand on the command line, as they are spelled there."""
+    spelled = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [spelled[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def make_answers(

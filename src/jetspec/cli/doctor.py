@@ -10,6 +10,7 @@ import typer
 
 from jetspec.cli import options
 from jetspec.cli.loading import open_model
+from jetspec.cli.plain_lines import PlainLines
 from jetspec.cli.progress import new_bar
 from jetspec.cli.screen import Screen
 
@@ -136,7 +137,9 @@ def _decode(
         " jetspec bench)"
     )
     runs: list[dict[str, Any]] = []
-    with new_bar(screen.err, hidden=screen.quiet, transient=True) as bar:
+    bar = new_bar(screen.err, hidden=screen.quiet, transient=True)
+    lines = PlainLines("decoding with drafts", "runs", len(cases), hidden=screen.quiet or not bar.disable)
+    with bar, lines:
         task = bar.add_task("decoding with drafts", total=len(cases))
         for _, group in groupby(cases, lambda case: (case[0].name, case[3], isinstance(case[2], str))):
             done: list[dict[str, Any]] = []
@@ -144,6 +147,7 @@ def _decode(
                 run = checks.run_case(loaded.target, case, prompts, plain, limits)
                 done.append(_run_values(run, report.divergence_values))
                 bar.advance(task)
+                lines.show(len(runs) + len(done))
             tell(_group_line(done))
             runs += done
     for line in _lossless_lines(runs, len(prompts)):

@@ -53,7 +53,9 @@ def budget_of(text: str) -> BudgetOption:
     """The value of --budget. Raises OptionError."""
     from jetspec.budget.choose import check_budget_option
 
-    budget: BudgetOption = int(text) if _is_number(text) else text  # type: ignore[assignment]
+    # Python reads no integer of some thousand digits; one of ten is refused like it.
+    number = _is_number(text) and len(text) <= 10
+    budget: BudgetOption = int(text) if number else text  # type: ignore[assignment]
     check_budget_option(budget)
     return budget
 
