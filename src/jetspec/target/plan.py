@@ -45,7 +45,7 @@ class Plan:
 
     @staticmethod
     def of(ids: Tensor, positions: list[int], segments: Iterable[Segment], device: torch.device) -> Plan:
-        """A plan on a device."""
+        """A plan on a device, of at least one row."""
         return Plan(ids, torch.tensor(positions, device=device), tuple(segments), max(positions))
 
     @property

@@ -129,11 +129,9 @@ def _forward(target: Target, recorder: Recorder, batch: list[_Job], rows: int) -
     longest = max(len(job.ids) for job in batch)
     for job in batch:
         cache.add(job.number, capacity=len(job.ids))
-    for start in range(0, longest, rows):
+    for start in range(0, longest - 1, rows):
         parts = [(job.number, job.ids[start : start + rows][: len(job.ids) - 1 - start]) for job in batch]
         plan = chunk([(number, piece) for number, piece in parts if piece], cache)
-        if not plan.segments:
-            break
         output = target.forward(plan, cache, recorder.taps, recorder.needs_hidden)
         assert output.taps is not None and output.hidden is not None
         for segment in plan.segments:
