@@ -60,7 +60,12 @@ def choose(turn: Turn, cost: CostModel, hoped: Outlook, sequences: Many[Sequence
             turn.least = _PROBE_NODES * sum(turn.drafts)
     else:
         turn.rests = True
-        _probe(turn, cost, [s.room > min(_ENDING, len(s.tokens) - s.prompt_len) for s in sequences])
+        _probe(turn, cost, [_lasts(s) for s in sequences])
+
+
+def _lasts(s: Sequence) -> bool:
+    """Whether a request goes on for long enough to be tried with."""
+    return s.room > max(1, min(_ENDING, len(s.tokens) - s.prompt_len))
 
 
 def _choose_members(turn: Turn, able: list[bool]) -> None:
