@@ -446,3 +446,15 @@ def test_a_sick_draft_does_not_end_a_request() -> None:
         engine = Engine(target, drafter, budget=VOCAB)
         (sequence,) = engine.generate([prompt], HEALTHY, limits)
         assert sequence.emitted == expected.emitted and sequence.finished == "length"
+
+
+def test_a_sick_draft_does_not_end_requests_of_a_pool() -> None:
+    """Guards text where trees attend at once: rows of a failed tree stay in a sequence's slot, where a longer
+    neighbour makes them part of the product with weight 0, and 0 * NaN ended the request."""
+    target = damaged_target()
+    limits, prompts = Limits(max_tokens=LENGTH), [[1, 2, 3, 4, 5] * 12, *PROMPTS]
+    expected = [Engine(target, budget=0).generate([p], HEALTHY, limits)[0].emitted for p in prompts]
+    for budget in (6, VOCAB):
+        drafter = Random(seed=1, vocab=VOCAB, depth=3, width=VOCAB)
+        engine = pooled_engine(target, drafter, budget=budget, max_batch=len(prompts))
+        assert [s.emitted for s in engine.generate(prompts, HEALTHY, limits)] == expected

@@ -92,8 +92,6 @@ class PooledCache(KVCache):
         if not self._slots:
             self.pool, self._free = self._pool_of(0, GROWTH_ROWS), []
             return
-        # Rows behind a sequence's own are attended with weight 0, and 0 * NaN is NaN. One launch per request.
-        self.pool[slot].zero_()
         self._free.append(slot)
 
     def _resize(self, slots: int, rows: int) -> None:
@@ -142,6 +140,7 @@ class Together:
         lists: list[list[int]] = [
             slots,
             committed,
+            [length + count for length, count in zip(committed, counts, strict=True)],
             [row for s in segments for row in range(s.start, s.start + s.count)],
             [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)],
             [first + n for first, count in zip(committed, counts, strict=True) for n in range(count)],
@@ -154,11 +153,14 @@ class Together:
         ]
         numbers = torch.tensor([n for own in lists for n in own]).to(cache.device)
         parts = numbers.split([len(own) for own in lists])
-        self._slots, first, packed, self._row_slots, self._row_places, self._back, filled = parts
+        self._slots, first, ends, packed, self._row_slots, self._row_places, self._back, filled = parts
         self.rows: slice | Tensor = slice(None) if len(packed) == plan.size else packed
         self._filled = None if len(packed) == len(filled) else filled  # None where all have the same height
         own = plan.positions[self.rows][filled].view(len(segments), height)
         self._hidden = self._mask(segments, own, first, window)
+        # Rows behind a sequence's own have weight 0, but a round that failed, or a request before it, may
+        # have left NaN there, and 0 * NaN is NaN.
+        self._stale = (torch.arange(self._longest, device=cache.device) >= ends[:, None])[:, None, :, None]
 
     def _mask(self, segments: list[Segment], own: Tensor, first: Tensor, window: int | None) -> Tensor:
         """What rows may not see, bool [b, 1, 1, height, S]. own: their positions [b, height]; first: places
@@ -209,6 +211,7 @@ class Together:
         own[self._row_slots, 1, :, self._row_places] = v
         keys = own[:, 0, :, : self._longest].index_select(0, self._slots)  # [b, kv_heads, S, head_dim]
         values = own[:, 1, :, : self._longest].index_select(0, self._slots)
+        values.masked_fill_(self._stale, 0.0)
         query = (q if self._filled is None else q[self._filled]).view(size, height, kv_heads, -1, dim)
         query = query.permute(0, 2, 3, 1, 4)
         query = query.reshape(size, kv_heads, -1, dim) * dim**-0.5  # [b, kv_heads, groups * height, head_dim]
